@@ -1,0 +1,44 @@
+# One door to the tooling. `make run` and `make test` set everything up when it has not been done.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup run test test-slow format lint type docs check clean
+help:          ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+setup: $(READY)   ## make .venv with all that tests need, every extra included
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "manyhands needs Python 3.11 or newer; try: make setup PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+run: $(READY)   ## solve CartPole on all cores with the own-script example
+	$(BIN)/manyhands launch -n $$($(BIN)/python -c 'import os; print(min(8, os.cpu_count()))') examples/own_loop/after_allreduce.py
+
+test: $(READY) lint type   ## what CI runs
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-slow: $(READY)   ## the long learning runs and checks
+	$(BIN)/python -m pytest -q -m slow
+
+format: $(READY)   ## write the house format
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+lint: $(READY)   ## ruff, format included
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+type: $(READY)   ## mypy, strict
+	$(BIN)/mypy
+
+docs: $(READY)   ## rebuild the generated reference pages
+	$(BIN)/python -m manyhands.cli.reference docs/reference
+
+check: lint type test   ## all of it
+
+clean:   ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,1 @@
+"""manyhands: run a reinforcement-learning job on everything you have."""

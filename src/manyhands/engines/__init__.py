@@ -1,0 +1,1 @@
+"""How processes start, talk, agree and stop. `base.py` is the contract; one file per engine."""

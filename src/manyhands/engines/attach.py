@@ -1,0 +1,115 @@
+"""How was this process started? Detected, not declared.
+
+    plain python            1 worker, nothing needed
+    manyhands launch        MANYHANDS_ENGINE, _RANK, _SIZE ...
+    torchrun                RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
+    mpiexec (MPICH, Intel)  PMI_RANK, PMI_SIZE
+    mpiexec (Open MPI)      OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE
+    srun                    SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Mapping
+
+from manyhands.engines import inline, process
+from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES, Place, Worker
+from manyhands.errors import ConfigError
+
+_MODULES = {"local": "local", "mpi": "mpi", "torch": "torch_distributed", "ray": "ray_core"}
+
+
+def attach(timeout: float | None = None) -> Worker:
+    """This process's (or inline thread's) worker; made at the first call, the same ever after."""
+    here = inline.current()
+    if here is not None:
+        return here
+    known = process.current()
+    if known is not None:
+        return known
+    place = detect(os.environ)
+    limit = timeout_from(timeout)
+    if place.size == 1 and place.engine != "torch":
+        return inline.solo(limit)
+    module = importlib.import_module(f"manyhands.engines.{_MODULES[place.engine]}")
+    worker: Worker = module.attach(place, limit)
+    return worker
+
+
+def timeout_from(timeout: float | None) -> float:
+    if timeout is not None:
+        return timeout
+    text = os.environ.get("MANYHANDS_TIMEOUT", "")
+    try:
+        return float(text) if text else DEFAULT_TIMEOUT
+    except ValueError:
+        raise ConfigError(f"MANYHANDS_TIMEOUT={text!r} is not a number of seconds") from None
+
+
+def detect(env: Mapping[str, str]) -> Place:
+    """Engine, rank and size from the variables that each launcher sets."""
+    if env.get("MANYHANDS_ENGINE"):
+        engine = env["MANYHANDS_ENGINE"]
+        if engine not in ENGINES:
+            raise ConfigError(f"MANYHANDS_ENGINE={engine!r}; engines are {', '.join(ENGINES)}")
+        if engine == "mpi":
+            return _mpi(env)
+        return _place(engine, env, "MANYHANDS_RANK", "MANYHANDS_SIZE", "MANYHANDS_LOCAL_RANK",
+                      "MANYHANDS_LOCAL_SIZE")  # fmt: skip
+    if "RANK" in env and "WORLD_SIZE" in env and "MASTER_ADDR" in env:
+        return _place("torch", env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if "PMI_RANK" in env or "OMPI_COMM_WORLD_RANK" in env:
+        return _mpi(env)
+    # WHY the step's variables too: inside `sbatch` or `salloc`, a plain `python` has SLURM_PROCID=0
+    # and SLURM_NTASKS=N of the job, yet is alone. Only srun gives more than one task to a step.
+    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in env:
+        return _place("torch", env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
+                      "SLURM_NTASKS_PER_NODE")  # fmt: skip
+    return Place()
+
+
+def slurm_first_host(nodelist: str) -> str:
+    """`gpu[03-05,9],x1` -> `gpu03`: where worker 0 of a SLURM step runs."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,]*)", nodelist)
+    if not match:
+        return "127.0.0.1"
+    stem, number, tail = match.groups()
+    return f"{stem}{number or ''}{tail if number else ''}"
+
+
+def slurm_port(env: Mapping[str, str]) -> int:
+    """A port that all workers of a step compute alike and two steps hardly share."""
+    return 15000 + (int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env.get("SLURM_STEP_ID", "0"))) % 20000
+
+
+def _mpi(env: Mapping[str, str]) -> Place:
+    if "OMPI_COMM_WORLD_RANK" in env:
+        return _place("mpi", env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                      "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")  # fmt: skip
+    return _place("mpi", env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def _place(
+    engine: str, env: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str
+) -> Place:
+    def number(name: str, default: int) -> int:
+        text = env.get(name, "")
+        digits = re.match(r"\d+", text)  # SLURM writes `4(x2)` for some
+        if text and not digits:
+            raise ConfigError(f"{name}={text!r} is not a number; who started this process?")
+        return int(digits.group()) if digits else default
+
+    r, n = number(rank, 0), number(size, 1)
+    return Place(
+        engine=engine,
+        rank=r,
+        size=n,
+        local_rank=number(local_rank, r),
+        local_size=number(local_size, n),
+        role=env.get("MANYHANDS_ROLE", "worker"),
+        role_rank=number("MANYHANDS_ROLE_RANK", r),
+        role_size=number("MANYHANDS_ROLE_SIZE", n),
+    )

@@ -1,0 +1,265 @@
+"""What a strategy may ask of an engine. Keep it this small.
+
+    Transport   moves bytes between the workers of a group; one per engine
+    Group       collectives over nested arrays, written once on top of Transport (group.py)
+    Channel     bounded many-to-one queue, with back-pressure
+    WeightStore versioned publish / pull of parameters
+    Service     a named object in one worker, its methods called from the others
+    Worker      who am I (role, rank, size, host), and the door to all of the above
+
+Every wait has a deadline and names whom it waits for. Nothing here is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from manyhands.errors import CollectiveError, SupportError
+from manyhands.trees import Array, Tree
+
+if TYPE_CHECKING:
+    from manyhands.engines.group import Group
+
+ENGINES = ("inline", "local", "mpi", "ray", "torch")
+DEFAULT_TIMEOUT = 60.0  # seconds that any wait may take; 0 means for ever, by explicit choice
+
+# sizes[rank][leaf] in bytes, computed by Group from the notes of all workers
+Sizes = list[list[int]]
+Check = Callable[[list[bytes]], Sizes]
+
+
+class Patience:
+    """How to wait: spin, then sleep an eighth of the time already waited, 1 ms at the most.
+
+    WHY: a wake-up through the kernel costs 50-90 µs, a spin on shared memory 1 µs; but a spinning
+    waiter steals the core that the other side needs. In proportion to the wait, the sleep adds at
+    most an eighth to it, whatever its length, with no lost wake-ups and no kernel object to leak.
+    """
+
+    SPIN_SECONDS = 60e-6
+    LONGEST_SLEEP = 1e-3
+
+    def __init__(self, timeout: float) -> None:
+        self.start = time.perf_counter()
+        self.deadline = self.start + timeout if timeout > 0 else float("inf")
+
+    @property
+    def waited(self) -> float:
+        return time.perf_counter() - self.start
+
+    @property
+    def over(self) -> bool:
+        return time.perf_counter() > self.deadline
+
+    def pause(self) -> bool:
+        """Wait a little. True when it really slept: the moment to look at deadlines and deaths."""
+        waited = time.perf_counter() - self.start
+        if waited < self.SPIN_SECONDS:
+            if _OVERSUBSCRIBED:
+                os.sched_yield()
+            return False
+        time.sleep(min(waited / 8, self.LONGEST_SLEEP))
+        return True
+
+
+# With fewer cores than workers a spin keeps the other side from running at all.
+_OVERSUBSCRIBED = int(os.environ.get("MANYHANDS_LOCAL_SIZE", "1")) > (os.cpu_count() or 1)
+
+
+class Roster:
+    """Who the workers are, in words. Engines that know more (a pid, a heartbeat) override it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+
+    def name(self, rank: int) -> str:
+        return self.names[rank]
+
+    def status(self, rank: int) -> str:
+        """What is known of that worker right now: ' (at train.py:8, heartbeat 0.1 s ago)'."""
+        return ""
+
+    def raise_if_gone(self, ranks: Sequence[int], doing: str) -> None:
+        """CollectiveError when one of `ranks` can no longer come. Called while waiting."""
+
+    def late(self, ranks: Sequence[int], doing: str, waited: float) -> CollectiveError:
+        who = "; ".join(f"{self.name(r)}{self.status(r)}" for r in ranks)
+        return CollectiveError(
+            f"{doing}: waited {waited:.1f} s for {who}. If that work is honest, allow it more "
+            "time: Parallel(timeout=SECONDS) or `manyhands launch --timeout SECONDS`"
+        )
+
+
+class Transport(ABC):
+    """Bytes between the `size` workers of one group. All of them make the same calls in order.
+
+    A `note` is a few bytes that say what this worker believes it is doing. It travels with (or
+    before) the data, and `check` sees the notes of all workers before any data is used: workers
+    that disagree get an error instead of garbage or a hang.
+    """
+
+    rank: int
+    size: int
+    roster: Roster
+
+    @abstractmethod
+    def exchange(self, note: bytes) -> list[bytes]:
+        """Every worker's note, by rank."""
+
+    def reduce(self, note: bytes, arrays: list[Array], op: str, check: Check) -> list[Array]:
+        """Element-wise sum, max or min of flat arrays, in an order that never varies."""
+        check(self.exchange(note))
+        return self._reduce(arrays, op)
+
+    def broadcast(self, note: bytes, arrays: list[Array], root: int, check: Check) -> None:
+        """Fill everybody's flat `arrays` in place with those of `root`."""
+        check(self.exchange(note))
+        self._broadcast(arrays, root)
+
+    def gather(
+        self, note: bytes, parts: list[Array], root: int | None, check: Check
+    ) -> list[Array] | None:
+        """Per leaf, the uint8 parts of all workers end to end: on `root`, or on all if None."""
+        return self._gather(parts, check(self.exchange(note)), root)
+
+    @abstractmethod
+    def _reduce(self, arrays: list[Array], op: str) -> list[Array]: ...
+
+    @abstractmethod
+    def _broadcast(self, arrays: list[Array], root: int) -> None: ...
+
+    @abstractmethod
+    def _gather(self, parts: list[Array], sizes: Sizes, root: int | None) -> list[Array] | None: ...
+
+    @abstractmethod
+    def split(self, members: Sequence[int]) -> Transport:
+        """A transport among `members` (ranks of this one, sorted, this worker included).
+
+        Called by every worker of this transport at the same time, each with its own set; the sets
+        do not overlap.
+        """
+
+    def takes(self, tensor: Any) -> bool:
+        """Whether `reduce_tensor` can work on this tensor where it is (a GPU, with nccl)."""
+        return False
+
+    def reduce_tensor(self, tensor: Any) -> None:
+        """Sum a tensor over all workers, in place, on its own device."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of what this transport holds. Never waits for others; safe to call twice."""
+
+
+class Channel(ABC):
+    """Bounded many-to-one queue of trees. Any worker may put; only the reader gets."""
+
+    @abstractmethod
+    def put(self, tree: Tree, timeout: float | None = None) -> None:
+        """Hand over a tree; waits while the channel is full (CollectiveError at the deadline)."""
+
+    @abstractmethod
+    def get(self, timeout: float | None = None) -> Tree:
+        """The next tree in order of arrival (CollectiveError at the deadline)."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many trees wait to be read (reader only)."""
+
+
+class WeightStore(ABC):
+    """Versioned parameters: one worker publishes, all may pull."""
+
+    @abstractmethod
+    def publish(self, tree: Tree) -> int:
+        """Make these the newest weights. Versions are 1, 2, 3, ..."""
+
+    @abstractmethod
+    def pull(self, newer_than: int = 0, timeout: float | None = None) -> tuple[int, Tree] | None:
+        """(version, tree) of the newest weights, or None when there is nothing newer.
+
+        With a timeout, wait that long for something newer (CollectiveError at the deadline).
+        """
+
+
+class Service(ABC):
+    """A handle on a named object in another worker. Its public methods can be called."""
+
+    @abstractmethod
+    def call_async(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Start a call; `.result(timeout)` gives its value or raises the remote error."""
+
+    def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """Call and wait for the value; a remote error arrives as WorkerError with its traceback."""
+        future = self.call_async(method, *args, **kwargs)
+        limit = self.timeout if timeout is None else timeout
+        try:
+            return future.result(limit or None)
+        except TimeoutError:
+            raise CollectiveError(
+                f"call {method!r}: no answer within {limit:g} s from {self.name}"
+            ) from None
+
+    timeout: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this worker stands."""
+
+    engine: str = "inline"
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    host: str = field(default_factory=socket.gethostname)
+    role: str = "worker"
+    role_rank: int = 0
+    role_size: int = 1
+
+    @property
+    def name(self) -> str:
+        if self.role == "worker":
+            return f"worker {self.rank} of {self.size} on {self.host}"
+        return f"{self.role} {self.role_rank} (worker {self.rank} of {self.size}) on {self.host}"
+
+
+class Worker(ABC):
+    """One worker's door to its engine."""
+
+    place: Place
+    timeout: float
+    group: Group  # all workers together
+
+    def channel(self, name: str, *, reader: int = 0, capacity: int = 8) -> Channel:
+        """The channel of that name; every worker names the same reader and capacity."""
+        raise self._not_here("channels")
+
+    def weights(self, name: str, *, writer: int = 0) -> WeightStore:
+        """The weight store of that name; every worker names the same writer."""
+        raise self._not_here("weight stores")
+
+    def serve(self, name: str, target: object) -> None:
+        """Offer an object to the other workers; one call runs at a time."""
+        raise self._not_here("services")
+
+    def service(self, name: str, timeout: float | None = None) -> Service:
+        """A handle on the object served under that name; waits for it to appear."""
+        raise self._not_here("services")
+
+    def close(self) -> None:
+        """Leave: tell the others that no further call will come. Safe to call twice."""
+
+    def _not_here(self, what: str) -> SupportError:
+        return SupportError(
+            f"the {self.place.engine} engine has no {what}; they are on inline, local and ray: "
+            "type `manyhands launch --engine local ...`"
+        )

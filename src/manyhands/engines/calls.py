@@ -1,0 +1,105 @@
+"""Functions travel by name, never as bytes: `package.module:function`, with plain arguments.
+
+So nothing is ever unpickled, and what a run was started with can be written down and repeated.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from manyhands import wire
+from manyhands.errors import ConfigError
+
+_MAIN = "__manyhands_main__"  # the user's script, imported (not run) in a worker
+_ROOM = 96 * 1024  # what fits an environment variable with room to spare
+importing_main = False
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """`module:qualname`, or `file.py:qualname` for a function of the script that runs."""
+    if isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__qualname__", "")
+    module = getattr(function, "__module__", "")
+    if not name or not module:
+        raise ConfigError(f"{function!r} has no name by which a worker process could find it")
+    if "<" in name:
+        what = "a lambda" if "<lambda>" in name else f"{name.split('.')[-1]!r}, a closure,"
+        raise ConfigError(
+            f"{what} cannot be sent to a worker process: functions travel by name. Define it at "
+            "the top level of a module (def ...:) and pass what it closes over as arguments, or "
+            "use engine='inline'"
+        )
+    if module == "__main__":
+        path = getattr(sys.modules["__main__"], "__file__", None)
+        if not path:
+            raise ConfigError(
+                f"{name} was typed at a prompt or in a notebook; worker processes find functions "
+                "by name: put it into a file and import it, or use engine='inline'"
+            )
+        return f"{os.path.abspath(path)}:{name}"
+    return f"{module}:{name}"
+
+
+def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """A call as text."""
+    name = name_of(function)
+    if isinstance(function, functools.partial):
+        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+    try:
+        data = wire.encode([name, list(args), kwargs])
+    except ConfigError as fault:
+        raise ConfigError(f"an argument of {name} cannot be sent: {fault}") from None
+    if len(data) > _ROOM:
+        raise ConfigError(
+            f"the arguments of {name} take {len(data):,} bytes and at most {_ROOM:,} can be sent "
+            "at start; write them to a file and pass its path"
+        )
+    return base64.b64encode(data).decode()
+
+
+def perform(text: str) -> Any:
+    """Find the function of a packed call and call it."""
+    name, args, kwargs = wire.decode(base64.b64decode(text))
+    return find(name)(*args, **kwargs)
+
+
+def find(name: str) -> Callable[..., Any]:
+    """The function of that name; ConfigError when it is not there."""
+    place, _, qualname = name.rpartition(":")
+    try:
+        found: Any = _script(place) if place.endswith(".py") else importlib.import_module(place)
+        for part in qualname.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as fault:
+        raise ConfigError(f"{name} cannot be found: {fault}") from None
+    if not callable(found):
+        raise ConfigError(f"{name} is not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _script(path: str) -> ModuleType:
+    """The user's script as a module: its functions, without what `__main__` guards."""
+    global importing_main
+    if _MAIN in sys.modules:
+        return sys.modules[_MAIN]
+    spec = importlib.util.spec_from_file_location(_MAIN, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no such script: {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_MAIN] = module
+    sys.path.insert(0, os.path.dirname(path))
+    importing_main = True
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        importing_main = False
+    return module

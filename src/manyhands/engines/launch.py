@@ -1,0 +1,289 @@
+"""Start N workers, on any engine: a script with its arguments, or a function by name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands import wire
+from manyhands.engines import calls, inline
+from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
+from manyhands.engines.shared import Board, Segment
+from manyhands.engines.watch import Supervisor
+from manyhands.errors import ConfigError, SupportError, needs
+
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start, and how."""
+
+    workers: int
+    engine: str = "local"
+    script: str = ""
+    args: tuple[str, ...] = ()
+    call: str = ""  # instead of a script: a function by name (calls.pack)
+    timeout: float = DEFAULT_TIMEOUT
+    debug: bool = False
+    gpus: int | None = None
+    threads: int | None = None
+    address: str = ""  # of a running Ray cluster
+    results: bool = False
+
+
+def launch(
+    function: Callable[..., Any],
+    *args: Any,
+    workers: int = 2,
+    engine: str = "local",
+    timeout: float = DEFAULT_TIMEOUT,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run a function on N workers; what each returned, by rank.
+
+    The function finds its place with `Parallel()`. It and its arguments travel by name and as
+    plain data (numbers, strings, lists, dicts, arrays). Raises WorkerError with the original
+    traceback when a worker fails.
+    """
+    if calls.importing_main:
+        raise ConfigError(
+            "launch() was reached while a worker imported your script. Put the call under a main "
+            'guard: if __name__ == "__main__":'
+        )
+    if engine == "inline":
+        check(Job(workers=workers, engine=engine, call="-"))
+        return inline.run(lambda: function(*args, **kwargs), workers, timeout)
+    packed = calls.pack(function, args, kwargs)
+    return run(Job(workers=workers, engine=engine, call=packed, timeout=timeout, results=True))
+
+
+def run(job: Job) -> list[Any]:
+    """Start the job and wait for its end. WorkerError, ConfigError or SupportError on failure."""
+    check(job)
+    if job.engine == "ray":
+        return _run_ray(job)
+    host = socket.gethostname()
+    board = Board(job.workers)
+    results = [Segment(0) for _ in range(job.workers)] if job.results else []
+    env = _environment(job, board)
+    if results:
+        env["MANYHANDS_RESULTS"] = ",".join(s.address for s in results)
+    with Supervisor(board, host) as supervisor:
+        _START[job.engine](job, env, supervisor)
+        supervisor.wait()
+    return [_result(segment) for segment in results]
+
+
+def check(job: Job) -> None:
+    """Everything that can be wrong before anything starts."""
+    if job.engine not in ENGINES:
+        raise ConfigError(f"engine {job.engine!r}: engines are {', '.join(ENGINES)}")
+    if job.workers < 1:
+        raise ConfigError(f"-n {job.workers}: at least 1 worker is needed; type: -n 1")
+    if not job.call and not os.path.isfile(job.script):
+        what = "is a folder, not a script" if os.path.isdir(job.script) else "does not exist"
+        raise ConfigError(f"script {job.script!r} {what} (looked from {os.getcwd()})")
+    if job.timeout < 0:
+        raise ConfigError(f"--timeout {job.timeout:g}: seconds, or 0 to wait for ever")
+    if job.gpus is not None:
+        present = count_gpus()
+        if job.gpus > present:
+            raise ConfigError(
+                f"--gpus {job.gpus}: this machine has {present}; type: --gpus {present}"
+            )
+    if job.engine == "mpi":
+        _mpiexec()
+
+
+def count_gpus() -> int:
+    """CUDA devices that a worker would see, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([v for v in visible.split(",") if v.strip() not in ("", "-1")])
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    try:
+        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def threads_per_worker(workers: int) -> int:
+    """One torch/BLAS thread each by default: more fight over the cores (the commonest hidden cause
+    of a parallel run that is slower than a serial one)."""
+    return max(1, (os.cpu_count() or 1) // workers) if workers == 1 else 1
+
+
+def _environment(job: Job, board: Board) -> dict[str, str]:
+    threads = job.threads or threads_per_worker(job.workers)
+    env = dict(os.environ)
+    # An outer launcher's own variables would tell a worker that it is somebody else.
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK"):
+        env.pop(name, None)
+    for name in _THREADS:
+        if job.threads or name not in os.environ:
+            env[name] = str(threads)
+    env.update(
+        MANYHANDS_ENGINE=job.engine,
+        MANYHANDS_LAUNCHED="1",
+        MANYHANDS_SIZE=str(job.workers),
+        MANYHANDS_LOCAL_SIZE=str(job.workers),
+        MANYHANDS_TIMEOUT=str(job.timeout),
+        MANYHANDS_BOARD=Board.token(board.address),
+        MANYHANDS_DEBUG="1" if job.debug else os.environ.get("MANYHANDS_DEBUG", "0"),
+        PYTHONUNBUFFERED="1",
+    )
+    if job.gpus is not None:
+        env["MANYHANDS_GPUS"] = str(job.gpus)
+    if job.call:
+        env["MANYHANDS_CALL"] = job.call
+        env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    return env
+
+
+def _command(job: Job) -> list[str]:
+    command = [sys.executable, "-m", "manyhands.engines.worker"]
+    return command if job.call else [*command, job.script, *job.args]
+
+
+def _start_processes(job: Job, env: dict[str, str], supervisor: Supervisor,
+                     pass_fds: tuple[int, ...] = ()) -> None:  # fmt: skip
+    for rank in range(job.workers):
+        place = {"MANYHANDS_RANK": str(rank), "MANYHANDS_LOCAL_RANK": str(rank)}
+        supervisor.start(_command(job), env | place, [rank], pass_fds if rank == 0 else ())
+
+
+def _start_local(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
+    from manyhands.engines.local import control_size
+
+    supervisor.keep = Segment(control_size(job.workers))
+    env["MANYHANDS_CONTROL"] = supervisor.keep.address
+    _start_processes(job, env, supervisor)
+
+
+def _start_torch(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
+    # WHY a socket and not a port number: a number may be taken by somebody else before worker 0
+    # binds it; an inherited listening socket cannot. It listens on loopback only.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        env["MANYHANDS_MASTER"] = f"127.0.0.1:{listener.getsockname()[1]}"
+        env["MANYHANDS_MASTER_FD"] = str(listener.fileno())
+        _start_processes(job, env, supervisor, (listener.fileno(),))
+
+
+def _start_inline(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
+    supervisor.start(_command(job), env, list(range(job.workers)))
+
+
+def _start_mpi(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
+    ending = _MpiEnding()
+    child = supervisor.start(
+        [*_mpiexec(), "-n", str(job.workers), *_command(job)],
+        env,
+        list(range(job.workers)),
+        explain=lambda code: ending.explain(code, supervisor.board),
+        stderr=subprocess.PIPE,
+    )
+    ending.read(child.process)
+
+
+class _MpiEnding:
+    """Passes on what mpiexec writes to stderr, but keeps its banner: we say it in our own words."""
+
+    def __init__(self) -> None:
+        self._banner: list[str] = []
+        self._thread: threading.Thread | None = None
+
+    def read(self, process: subprocess.Popen[bytes]) -> None:
+        self._thread = threading.Thread(target=self._pump, args=(process,), daemon=True)
+        self._thread.start()
+
+    def _pump(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        inside = False
+        for raw in process.stderr:
+            line = raw.decode(errors="replace")
+            inside = inside or line.startswith("=====") or "MPI_Abort" in line
+            if inside or "application called MPI_Abort" in line or "EXIT STRING" in line:
+                self._banner.append(line)
+            else:
+                sys.stderr.write(line)
+                sys.stderr.flush()
+
+    def explain(self, code: int, board: Board) -> tuple[int, str]:
+        """Which worker it was, from the process id in mpiexec's banner."""
+        import re
+
+        if self._thread is not None:
+            self._thread.join(1.0)
+        banner = "".join(self._banner)
+        pid = re.search(r"PID (\d+)", banner)
+        number = re.search(r"signal (\d+)", banner)
+        ranks = [r for r in range(board.workers) if pid and board.pid(r) == int(pid.group(1))]
+        from manyhands.engines.watch import _what
+
+        text = _what(-int(number.group(1))) if number else _what(code)
+        return (ranks[0] if ranks else 0), text
+
+
+def _mpiexec() -> list[str]:
+    """mpiexec of the environment we run in, else the one on the PATH."""
+    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
+    found = beside if os.path.exists(beside) else shutil.which("mpiexec")
+    try:
+        import importlib.util
+
+        if importlib.util.find_spec("mpi4py") is None:
+            raise needs("mpi4py", "mpi")
+    except ImportError as fault:
+        raise needs("mpi4py", "mpi", fault) from None
+    if found is None:
+        raise SupportError(
+            "no mpiexec found; type: pip install 'manyhands[mpi]' (mpi4py and mpich), or load your "
+            "cluster's MPI module"
+        )
+    return [found]
+
+
+def _run_ray(job: Job) -> list[Any]:
+    from manyhands.engines import ray_core
+
+    board = Board(job.workers)
+    env = {k: v for k, v in _environment(job, board).items() if k.startswith("MANYHANDS_")}
+    env |= {name: str(job.threads or threads_per_worker(job.workers)) for name in _THREADS}
+    return ray_core.run(
+        workers=job.workers,
+        run_worker="manyhands.engines.worker:run_payload",
+        payload={
+            "script": os.path.abspath(job.script) if job.script else "",
+            "args": list(job.args),
+            "call": job.call,
+            "path": [p for p in sys.path if p],
+            "folder": os.getcwd(),
+        },
+        timeout=job.timeout,
+        env=env,
+        address=job.address,
+    )
+
+
+def _result(segment: Segment) -> Any:
+    data = segment.read_all()
+    return wire.decode(data) if data else None
+
+
+_START: dict[str, Callable[[Job, dict[str, str], Supervisor], None]] = {
+    "local": _start_local,
+    "torch": _start_torch,
+    "inline": _start_inline,
+    "mpi": _start_mpi,
+}

@@ -1,0 +1,233 @@
+"""Memory that several processes see: segments, and the board on which workers report.
+
+On Linux a segment is an anonymous memory file, opened by the others through /proc/PID/fd/N: it
+has no name in any folder, so whoever dies, and however, nothing is left behind. Elsewhere it is a
+temporary file that its maker removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from manyhands.trees import Array
+
+_LINUX = sys.platform.startswith("linux")
+
+
+class Segment:
+    """A block of shared memory, made here or opened by its address."""
+
+    def __init__(self, size: int = 0, address: str = "") -> None:
+        self._path = ""
+        if address:
+            fd = os.open(address, os.O_RDWR)
+            size = os.fstat(fd).st_size
+        elif _LINUX:
+            fd = os.memfd_create("manyhands")
+        else:
+            fd, self._path = tempfile.mkstemp(prefix="manyhands-")
+        if not address:
+            os.ftruncate(fd, size)
+        self.size = size
+        self.address = address or self._path or f"/proc/{os.getpid()}/fd/{fd}"
+        self._map: Any = mmap.mmap(fd, size) if size else bytearray()
+        # WHY keep it open only when made here: the number in /proc/PID/fd is the address.
+        self._fd = -1 if address else fd
+        if address:
+            os.close(fd)
+        self.bytes: Array = np.frombuffer(self._map, dtype=np.uint8)
+        self.view = memoryview(self._map)
+
+    @staticmethod
+    def address_of(pid: int, number: int) -> str:
+        return f"/proc/{pid}/fd/{number}"
+
+    @property
+    def number(self) -> int:
+        """The file descriptor: with the process id, the address of this segment."""
+        return self._fd
+
+    def fresh_view(self, nbytes: int) -> Array:
+        """A new array over the first bytes; all views taken of it keep it alive."""
+        return np.frombuffer(self._map, dtype=np.uint8, count=nbytes)
+
+    def read_all(self) -> bytes:
+        """What others have written to a segment that was made with size 0."""
+        return os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+
+    def close(self) -> None:
+        """Give the file back. The memory itself goes when the last array on it goes."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if self._path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+            self._path = ""
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+_LOCK = threading.Lock()
+
+
+def fence() -> None:
+    """Order the writes before it before the writes after it, as other processes see them.
+
+    x86 does that by itself; other machines need an atomic instruction between. Taking and giving
+    back a lock holds one on every platform, for 60 ns.
+    """
+    with _LOCK:
+        pass
+
+
+EMPTY, RUNNING, DONE, FAILED, DEAD = range(5)
+_PAGE = 16384
+_WORDS = 16  # eight-byte words at the head of a page
+_PID, _STATE, _BEAT, _CODE, _SINCE, _SECONDARY = range(6)
+# (offset, room) of each text on a page
+_TEXTS = {"host": (128, 128), "role": (256, 64), "where": (320, 256), "call": (576, 448),
+          "notes": (1024, 3072), "report": (4096, _PAGE - 4096)}  # fmt: skip
+
+
+class Board:
+    """One page a worker, written by that worker alone and read by all; page 0 is the run's.
+
+    It is how a waiting worker learns that another is gone, what it was doing, and why; and how the
+    supervisor learns the original traceback. It works between any processes of one user on one
+    host, whatever started them.
+    """
+
+    def __init__(self, workers: int, address: str = "") -> None:
+        self.workers = workers
+        self._segment = Segment(_PAGE * (workers + 1), address)
+        self.address = self._segment.address
+        self._words = self._segment.view.cast("Q")
+
+    @staticmethod
+    def token(address: str) -> str:
+        """Address with the host it is good for: what travels in MANYHANDS_BOARD."""
+        return f"{socket.gethostname()}|{address}"
+
+    @staticmethod
+    def open(token: str, workers: int) -> Board | None:
+        """The board of that token, or None where it cannot be reached (another host)."""
+        host, _, address = token.partition("|")
+        if host != socket.gethostname():
+            return None
+        try:
+            return Board(workers, address)
+        except OSError:
+            return None
+
+    # -- the run's page ------------------------------------------------------------------------
+
+    def abort(self, reason: str) -> None:
+        """Tell every waiting worker to give up, and why."""
+        if not self.aborted:
+            self._write_text(0, "report", reason)
+            fence()
+            self._words[_STATE] = FAILED
+
+    @property
+    def aborted(self) -> str:
+        return self._read_text(0, "report") if self._words[_STATE] == FAILED else ""
+
+    # -- a worker's page -----------------------------------------------------------------------
+
+    def enter(self, rank: int, role: str = "worker") -> None:
+        base = self._base(rank)
+        self._write_text(rank + 1, "host", socket.gethostname())
+        self._write_text(rank + 1, "role", role)
+        self._words[base + _PID] = os.getpid()
+        self._words[base + _BEAT] = time.monotonic_ns()
+        fence()
+        self.set_state(rank, RUNNING)
+
+    def set_state(self, rank: int, state: int, report: str = "", code: int = 0,
+                  secondary: bool = False) -> None:  # fmt: skip
+        base = self._base(rank)
+        if report:
+            self._write_text(rank + 1, "report", report)
+        self._words[base + _CODE] = code & 0xFFFF
+        self._words[base + _SECONDARY] = int(secondary)
+        self._words[base + _SINCE] = time.monotonic_ns()
+        fence()
+        self._words[base + _STATE] = state
+
+    def state(self, rank: int) -> int:
+        return int(self._words[self._base(rank) + _STATE])
+
+    def pid(self, rank: int) -> int:
+        return int(self._words[self._base(rank) + _PID])
+
+    def since(self, rank: int) -> int:
+        return int(self._words[self._base(rank) + _SINCE])
+
+    def code(self, rank: int) -> int:
+        return int(self._words[self._base(rank) + _CODE])
+
+    def secondary(self, rank: int) -> bool:
+        """Whether that worker failed only because another had: not the cause."""
+        return bool(self._words[self._base(rank) + _SECONDARY])
+
+    def beat(self, rank: int, where: str) -> None:
+        self._write_text(rank + 1, "where", where)
+        self._words[self._base(rank) + _BEAT] = time.monotonic_ns()
+
+    def beat_age(self, rank: int) -> float:
+        return (time.monotonic_ns() - int(self._words[self._base(rank) + _BEAT])) / 1e9
+
+    def text(self, rank: int, name: str) -> str:
+        return self._read_text(rank + 1, name)
+
+    def set_text(self, rank: int, name: str, text: str) -> None:
+        self._write_text(rank + 1, name, text)
+
+    def set_note(self, rank: int, key: str, value: Any) -> None:
+        """A small public fact about this worker (the address of a service, say)."""
+        notes = self.notes(rank)
+        notes[key] = value
+        self._write_text(rank + 1, "notes", json.dumps(notes))
+
+    def notes(self, rank: int) -> dict[str, Any]:
+        try:
+            return dict(json.loads(self._read_text(rank + 1, "notes") or "{}"))
+        except ValueError:  # read while it was being written: the reader looks again
+            return {}
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _base(self, rank: int) -> int:
+        return (rank + 1) * _PAGE // 8
+
+    def _write_text(self, page: int, name: str, text: str) -> None:
+        at, room = _TEXTS[name]
+        at += page * _PAGE
+        data = text.encode(errors="replace")
+        if len(data) > room - 8:  # keep the end: that is where a traceback says what it was
+            data = b"... " + data[-(room - 12) :]
+        self._words[at // 8] = 0
+        fence()
+        self._segment.view[at + 8 : at + 8 + len(data)] = data
+        fence()
+        self._words[at // 8] = len(data)
+
+    def _read_text(self, page: int, name: str) -> str:
+        at, room = _TEXTS[name]
+        at += page * _PAGE
+        length = min(int(self._words[at // 8]), room - 8)
+        return bytes(self._segment.view[at + 8 : at + 8 + length]).decode(errors="replace")

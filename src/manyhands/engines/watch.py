@@ -1,0 +1,222 @@
+"""The supervisor: starts processes, sees them fail, says why, and leaves nothing behind.
+
+One shutdown path for every engine and every reason: stop word on the board, SIGTERM, a short
+grace, SIGKILL to the whole tree of descendants, all under one deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from manyhands.engines.shared import DEAD, DONE, EMPTY, FAILED, RUNNING, Board
+from manyhands.errors import WorkerError
+
+POLL_SECONDS = 0.02
+GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
+CAUSE_SECONDS = 0.4  # how long the first failure waits for a deeper cause to show
+
+
+class Stopped(BaseException):
+    """Ctrl-C or SIGTERM reached the launcher."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+
+@dataclass
+class Child:
+    """A process we started, and the workers it hosts (mpiexec hosts all)."""
+
+    process: subprocess.Popen[bytes]
+    ranks: list[int]
+    explain: Callable[[int], tuple[int, str]] | None = None  # exit code -> (rank, what it means)
+    gone: bool = field(default=False)
+
+
+class Supervisor:
+    def __init__(self, board: Board, host: str) -> None:
+        self.board, self.host = board, host
+        self.children: list[Child] = []
+        self.keep: Any = None  # shared memory that must live as long as the workers
+        self._handlers: dict[int, Any] = {}
+        adopt_orphans()
+
+    def start(self, command: list[str], env: dict[str, str], ranks: list[int],
+              pass_fds: tuple[int, ...] = (),
+              explain: Callable[[int], tuple[int, str]] | None = None,
+              stderr: Any = None) -> Child:  # fmt: skip
+        child = subprocess.Popen(command, env=env, pass_fds=pass_fds, stderr=stderr,
+                                 preexec_fn=_die_with_us)  # fmt: skip
+        self.children.append(Child(child, ranks, explain))
+        return self.children[-1]
+
+    def __enter__(self) -> Supervisor:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            with contextlib.suppress(ValueError):  # not the main thread: the caller has its own way
+                self._handlers[number] = signal.signal(number, _raise_stopped)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            # A second Ctrl-C means: now.
+            self.stop("the launch has ended" if exc[1] is None else str(exc[1]))
+        except Stopped:
+            self.kill_all()
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+
+    def wait(self) -> None:
+        """Until every child has ended well. WorkerError as soon as one has not."""
+        while True:
+            running = 0
+            for child in self.children:
+                code = child.process.poll()
+                if code is None:
+                    running += 1
+                elif not child.gone:
+                    child.gone = True
+                    self._note_end(child, code)
+            # Only an ended child counts: a worker that reported a failure is about to end.
+            if any(c.gone and c.process.returncode for c in self.children):
+                raise self._failure()
+            if not running:
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _note_end(self, child: Child, code: int) -> None:
+        """Put on the board what the dead can no longer say."""
+        for rank in child.ranks:
+            state = self.board.state(rank)
+            if code == 0 and state in (EMPTY, RUNNING):
+                self.board.set_state(rank, DONE)
+        if code == 0:
+            return
+        rank, text = (child.ranks[0], _what(code))
+        if child.explain is not None:
+            rank, text = child.explain(code)
+        if self.board.state(rank) <= RUNNING:
+            self.board.set_state(rank, DEAD, text, code=128 - code if code < 0 else code)
+
+    def _failure(self) -> WorkerError:
+        """The original failure: not that of a worker who only suffered from it."""
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while True:
+            for child in self.children:
+                if not child.gone and (code := child.process.poll()) is not None:
+                    child.gone = True
+                    self._note_end(child, code)
+            ranks = range(self.board.workers)
+            failed = [r for r in ranks if self.board.state(r) in (FAILED, DEAD)]
+            causes = [r for r in failed if not self.board.secondary(r)]
+            if causes or time.monotonic() > deadline:
+                break
+            time.sleep(POLL_SECONDS)
+        rank = min(causes or failed, key=self.board.since, default=0)
+        report = self.board.text(rank, "report").rstrip()
+        host = self.board.text(rank, "host") or self.host
+        pid = f" (pid {self.board.pid(rank)})" if self.board.pid(rank) else ""
+        code = self.board.code(rank) or 1
+        who = f"worker {rank} of {self.board.workers} on {host}{pid}"
+        joint = " " if self.board.state(rank) == DEAD or "\n" not in report else " failed:\n"
+        return WorkerError(f"{who}{joint}{report}", rank=rank, exit_code=code)
+
+    def stop(self, reason: str) -> None:
+        """End everything that is still there, gently first."""
+        if all(c.process.poll() is not None for c in self.children) and not descendants():
+            return
+        self.board.abort(reason)
+        for child in self.children:
+            if child.process.poll() is None:
+                child.process.terminate()
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline:
+            if all(c.process.poll() is not None for c in self.children):
+                break
+            time.sleep(POLL_SECONDS)
+        self.kill_all()
+
+    def kill_all(self) -> None:
+        """SIGKILL to all descendants, again until none is left (they may be starting more)."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline:
+            left = descendants()
+            if not left:
+                return
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            for child in self.children:
+                child.process.poll()
+            _reap_orphans({c.process.pid for c in self.children})
+            time.sleep(POLL_SECONDS)
+
+
+def descendants() -> list[int]:
+    """Every process below this one that is not a zombie."""
+    if not sys.platform.startswith("linux"):
+        return []
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{entry}/stat") as file:
+                    state, parent = file.read().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    children.setdefault(int(parent), []).append(int(entry))
+    found, queue = [], [os.getpid()]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def adopt_orphans() -> None:
+    """Processes that our workers start and leave behind become our children, so we can end them."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def _reap_orphans(ours: set[int]) -> None:
+    """Collect adopted processes that have ended; those that Popen started are left to Popen."""
+    with contextlib.suppress(OSError):
+        for entry in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{entry}/children") as file:
+                for pid in file.read().split():
+                    if int(pid) not in ours:
+                        with contextlib.suppress(ChildProcessError):
+                            os.waitpid(int(pid), os.WNOHANG)
+
+
+def _die_with_us() -> None:
+    if sys.platform.startswith("linux"):
+        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+_LIBC: Any = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+
+
+def _what(code: int) -> str:
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(-code).name
+            hint = " (kill -9, or out of memory)" if -code == signal.SIGKILL else ""
+            return f"was killed by signal {name}{hint}"
+        return f"was killed by signal {-code}"
+    return f"left with exit code {code}"
+
+
+def _raise_stopped(number: int, frame: FrameType | None) -> None:
+    raise Stopped(number)

@@ -1,0 +1,206 @@
+"""Clean transitions from any environment, whatever its habit of resetting.
+
+Gymnasium knows three habits at the end of an episode: NEXT_STEP (the next call is a reset in
+disguise), SAME_STEP (the observation is already the next episode's) and DISABLED (reset it
+yourself). A `VecAdapter` turns each into the same thing, a row of a rollout [T, B]:
+
+    obs[t]                   what the policy saw
+    reward[t], terminated[t], truncated[t]
+    obs[t + 1]               what the policy acts on next: after an end, the next episode's start
+    finals                   the true last observation of each episode that ended in this row
+    valid[t]                 False where the row is no transition (NEXT_STEP's reset in disguise)
+
+The value after row t is 0 where terminated, V(final) where only truncated, V(obs[t + 1])
+elsewhere: bootstrap if and only if not terminated. Both flags may be set at once.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+
+from manyhands import seeding
+from manyhands.envs.spaces import (
+    ActionMap,
+    Array,
+    BoxActions,
+    FiniteCheck,
+    Obs,
+    check_observation_space,
+    zeros,
+)
+from manyhands.errors import ConfigError, WorkerError
+
+
+class Episode(NamedTuple):
+    """A finished episode. `env.reset(seed=seed)` and the same actions play it again."""
+
+    env: int
+    index: int  # how many episodes this sub-environment had begun before
+    total_return: float  # of the environment's own rewards, whatever the learner is given
+    length: int
+    seed: int | None  # None: the library went on with its own generator; see `VectorAdapter`
+
+
+class Final(NamedTuple):
+    """The last observation of an episode, which `obs` no longer shows."""
+
+    env: int
+    obs: Obs
+
+
+@dataclass(slots=True)
+class Step:
+    """One row of a rollout. Give views into your own [T, B] storage and they are filled in place."""
+
+    obs: Obs  # [B, ...] to act on next
+    reward: Array  # [B] float32
+    terminated: Array  # [B] bool
+    truncated: Array  # [B] bool
+    valid: Array  # [B] bool
+    finals: list[Final] = field(default_factory=list)  # one per True in terminated | truncated
+    episodes: list[Episode] = field(default_factory=list)
+
+    def next_obs(self) -> Obs:
+        """[B, ...] where each transition led: for replay, which stores (s, a, r, s') whole."""
+        if isinstance(self.obs, dict):
+            copy: Obs = {key: part.copy() for key, part in self.obs.items()}
+            for env, last in self.finals:
+                for key, part in last.items():
+                    copy[key][env] = part
+            return copy
+        copy = self.obs.copy()
+        for env, last in self.finals:
+            copy[env] = last
+        return copy
+
+
+class VecAdapter(ABC):
+    """`num_envs` environments that step together: `reset()` once, then `step(actions)`.
+
+    Args:
+        observation_space, action_space: of one sub-environment.
+        num_envs: how many.
+        seed: root of the seed tree; None draws one (it is kept in `seed`).
+        worker: this worker's number: its seeds overlap with no other worker's.
+        box_actions: how a Box action is brought within bounds, see `ActionMap`.
+        check_finite: look for NaN and infinity in every observation and reward.
+    """
+
+    def __init__(
+        self,
+        observation_space: gymnasium.Space[Any],
+        action_space: gymnasium.Space[Any],
+        num_envs: int,
+        *,
+        seed: int | None = None,
+        worker: int = 0,
+        box_actions: BoxActions = "clip",
+        check_finite: bool = True,
+    ) -> None:
+        if num_envs < 1:
+            raise ConfigError(f"num_envs={num_envs}; at least 1 is needed")
+        check_observation_space(observation_space)
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.to_env = ActionMap(action_space, box_actions)
+        self.num_envs = num_envs
+        self.seed = secrets.randbits(31) if seed is None else seed
+        self.worker = worker
+        self.action_space.seed(seeding.integer(self.seed, "action", worker))
+        self._finite = FiniteCheck(observation_space, num_envs) if check_finite else None
+        self._begun = [0] * num_envs  # episodes begun; the next one's index
+        self._seeds: list[int | None] = [None] * num_envs  # of the running episodes
+        self._lengths = [0] * num_envs  # steps of the running episodes
+        self._returns = [0.0] * num_envs
+        self._running = False
+
+    @abstractmethod
+    def reset(self, out: Obs | None = None) -> Obs:
+        """Begin an episode in every sub-environment; [B, ...] observations to act on."""
+
+    @abstractmethod
+    def step(self, actions: Array, out: Step | None = None) -> Step:
+        """Act in every sub-environment; fills and returns `out`, or a fresh `Step`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the environments hold. Safe to call twice."""
+
+    def blank(self) -> Step:
+        """A `Step` with arrays of its own."""
+        n = self.num_envs
+        return Step(
+            obs=zeros(self.observation_space, (n,)),
+            reward=np.zeros(n, dtype=np.float32),
+            terminated=np.zeros(n, dtype=np.bool_),
+            truncated=np.zeros(n, dtype=np.bool_),
+            valid=np.ones(n, dtype=np.bool_),
+        )
+
+    @property
+    def episodes_begun(self) -> list[int]:
+        """Per sub-environment; save it with a checkpoint so that no seed is used twice."""
+        return list(self._begun)
+
+    def continue_from(self, episodes_begun: Sequence[int]) -> None:
+        """Count episodes (and so seeds) on from a checkpoint; call before `reset`."""
+        if len(episodes_begun) != self.num_envs:
+            raise ConfigError(
+                f"episodes_begun has {len(episodes_begun)} numbers for {self.num_envs} envs"
+            )
+        self._begun = [int(n) for n in episodes_begun]
+
+    def sample_actions(self) -> Array:
+        """Random actions in the policy's own terms (Discrete counted from 0): for warm-up."""
+        raw = np.stack([self.action_space.sample() for _ in range(self.num_envs)])
+        start = getattr(self.action_space, "start", 0)
+        return np.asarray(raw - start if np.any(start != 0) else raw)
+
+    def _episode_seed(self, env: int) -> int:
+        return seeding.integer(self.seed, "env", self.worker, env, self._begun[env])
+
+    def _begin(self, env: int, seed: int | None) -> None:
+        self._begun[env] += 1
+        self._seeds[env] = seed
+        self._lengths[env] = 0
+        self._returns[env] = 0.0
+
+    def _end(self, env: int) -> Episode:
+        """The record of the episode that has just ended in `env`."""
+        return Episode(
+            env, self._begun[env] - 1, self._returns[env], self._lengths[env], self._seeds[env]
+        )
+
+    def _sent(self, actions: Array) -> Array:
+        """What goes to the environments, once it is certain that there is one for each."""
+        if not self._running:
+            raise ConfigError("step() before reset(): call reset() once first")
+        sent = self.to_env(actions)
+        if len(sent) != self.num_envs:
+            raise ConfigError(f"{len(sent)} actions for {self.num_envs} envs")
+        return sent
+
+    def _check_row(self, obs: Obs) -> None:
+        if self._finite is not None and (env := self._finite.bad_row(obs)) is not None:
+            raise self._not_finite("an observation", env)
+
+    def _not_finite(self, what: str, env: int) -> WorkerError:
+        return WorkerError(
+            f"{what} of {self._where(env)} has a NaN or an infinity in it; the environment "
+            "is at fault: play that episode again with this seed, or check it with "
+            "manyhands.envs.check_env",
+            rank=self.worker,
+        )
+
+    def _where(self, env: int) -> str:
+        return (
+            f"env {env} (episode {self._begun[env] - 1}, step {self._lengths[env]}, "
+            f"seed {self._seeds[env]})"
+        )

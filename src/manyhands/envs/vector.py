@@ -1,0 +1,188 @@
+"""Clean transitions from environments that are vectorised already.
+
+CartPole's own vector implementation, EnvPool, ALE's vector env and any `gymnasium.vector.VectorEnv`
+of a user come through here, each with its own habit of resetting; see `adapter.py` for what is
+made of it.
+
+Seeds: a DISABLED vector env is reset by us, so every episode has its seed from the tree. The two
+others reset themselves and go on with their own generators; there only an env's first episode can
+be played again on its own, and `Episode.seed` is None for the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
+
+from manyhands import seeding
+from manyhands.envs.adapter import Final, Step, VecAdapter
+from manyhands.envs.spaces import Array, BoxActions, Obs, take_row
+from manyhands.errors import ConfigError
+
+SeedStyle = Literal["list", "array", "int"]
+
+_MODES = ("NextStep", "SameStep", "Disabled")
+
+
+def autoreset_mode(env: VectorEnv) -> str:
+    """ "NextStep", "SameStep" or "Disabled"; an env that does not say is NextStep (Gymnasium 1.0)."""
+    declared = (env.metadata or {}).get("autoreset_mode", "NextStep")
+    mode = str(getattr(declared, "value", declared))
+    if mode not in _MODES:
+        raise ConfigError(f"autoreset mode {declared!r} is not known; known are {_MODES}")
+    return mode
+
+
+class VectorAdapter(VecAdapter):
+    """Turns one `VectorEnv`, of any autoreset mode, into clean rows.
+
+    Args:
+        env: the vector environment; it is closed with this adapter.
+        episode_seeds: for DISABLED envs that take a list of seeds: seed every episode from the
+            tree (default), or only the first.
+        seed_style: how `env.reset` takes seeds: a "list" or an "array" of one per sub-env, or one
+            "int"; None finds out (Gymnasium's own take a list; for others one int is safe).
+        reward_clip: give the learner rewards cut to ±reward_clip; returns stay the true ones.
+    """
+
+    def __init__(
+        self,
+        env: VectorEnv,
+        *,
+        seed: int | None = None,
+        worker: int = 0,
+        box_actions: BoxActions = "clip",
+        check_finite: bool = True,
+        episode_seeds: bool = True,
+        seed_style: SeedStyle | None = None,
+        reward_clip: float | None = None,
+    ) -> None:
+        super().__init__(
+            env.single_observation_space,
+            env.single_action_space,
+            env.num_envs,
+            seed=seed,
+            worker=worker,
+            box_actions=box_actions,
+            check_finite=check_finite,
+        )
+        self.env = env
+        self.mode = autoreset_mode(env)
+        self._seed_style: SeedStyle = seed_style or _seed_style(env)
+        self._episode_seeds = episode_seeds
+        self._reward_clip = reward_clip
+        self._ended = np.zeros(env.num_envs, dtype=np.bool_)  # NextStep: the next call resets
+        self._totals = np.zeros(env.num_envs)  # float64 [B]: returns of the running episodes
+
+    def reset(self, out: Obs | None = None) -> Obs:
+        seeds: list[int | None] = [None] * self.num_envs
+        if self._episode_seeds or not self._running:
+            seeds = [self._episode_seed(i) for i in range(self.num_envs)]
+        given, _ = self.env.reset(seed=self._seed_argument(seeds))
+        for i in range(self.num_envs):
+            self._begin(i, seeds[i] if self._seed_style != "int" else None)
+        self._ended[:] = False
+        self._totals[:] = 0.0
+        self._running = True
+        obs = self.blank().obs if out is None else out
+        _copy_into(obs, given)
+        self._check_row(obs)
+        return obs
+
+    def step(self, actions: Array, out: Step | None = None) -> Step:
+        sent = self._sent(actions)
+        row = self.blank() if out is None else out
+        row.finals, row.episodes = [], []
+        obs, reward, terminated, truncated, info = self.env.step(sent)
+        np.logical_not(self._ended, out=row.valid)
+        # WHY masked: a reset in disguise is no transition, whatever the library reports for it.
+        np.logical_and(terminated, row.valid, out=row.terminated)
+        np.logical_and(truncated, row.valid, out=row.truncated)
+        reward = np.where(row.valid, reward, 0.0)
+        self._count(reward, row.valid)
+        _copy_into(row.obs, obs)
+        done = row.terminated | row.truncated
+        self._check_row(row.obs)
+        row.reward[:] = reward
+        if self._reward_clip is not None:
+            np.clip(row.reward, -self._reward_clip, self._reward_clip, out=row.reward)
+        if done.any():
+            self._finish(np.flatnonzero(done), info, row)
+        self._ended = done if self.mode == "NextStep" else self._ended
+        return row
+
+    def close(self) -> None:
+        self.env.close()
+        self._running = False
+
+    def _count(self, reward: Array, valid: Array) -> None:
+        """Statistics are our own: Gymnasium's wrapper has lost steps in some modes and versions."""
+        if self._finite is not None and not np.isfinite(reward).all():
+            raise self._not_finite("a reward", int(np.argmin(np.isfinite(reward))))
+        for i in np.flatnonzero(~valid):  # the reset happened in this call
+            self._begin(int(i), None)
+            self._totals[i] = 0.0
+        self._totals += reward
+        for i in np.flatnonzero(valid):
+            self._lengths[i] += 1
+
+    def _finish(self, ended: Array, info: dict[str, Any], row: Step) -> None:
+        for i in map(int, ended):
+            self._returns[i] = float(self._totals[i])
+            row.finals.append(Final(i, self._final_obs(i, info, row)))
+            row.episodes.append(self._end(i))
+        if self.mode == "Disabled":
+            self._reset_ended(ended, row)
+        elif self.mode == "SameStep":
+            for i in map(int, ended):
+                self._begin(i, None)
+        if self.mode != "NextStep":
+            self._totals[ended] = 0.0
+
+    def _final_obs(self, i: int, info: dict[str, Any], row: Step) -> Obs:
+        if self.mode != "SameStep":
+            return take_row(row.obs, i)  # still the true last one
+        final = info.get("final_obs", info.get("final_observation"))
+        if final is None:
+            raise ConfigError(
+                "the vector env declares SAME_STEP autoreset but gives no info['final_obs'] at the "
+                "end of an episode: truncated episodes cannot be bootstrapped. Use NEXT_STEP"
+            )
+        # An object array of observations, one array for all (ALE), or a dict of arrays (Dict spaces).
+        return take_row(final, i)
+
+    def _reset_ended(self, ended: Array, row: Step) -> None:
+        mask = np.zeros(self.num_envs, dtype=np.bool_)
+        mask[ended] = True
+        seeds: list[int | None] = [None] * self.num_envs
+        if self._episode_seeds and self._seed_style == "list":
+            for i in map(int, ended):
+                seeds[i] = self._episode_seed(i)
+        argument = seeds if any(s is not None for s in seeds) else None
+        obs, _ = self.env.reset(seed=argument, options={"reset_mask": mask})
+        for i in map(int, ended):
+            self._begin(i, seeds[i])
+        _copy_into(row.obs, obs)
+
+    def _seed_argument(self, seeds: list[int | None]) -> Any:
+        if seeds[0] is None:
+            return None
+        if self._seed_style == "list":
+            return seeds
+        if self._seed_style == "array":
+            return np.array(seeds)
+        return seeding.integer(self.seed, "env", self.worker)
+
+
+def _seed_style(env: VectorEnv) -> SeedStyle:
+    return "list" if isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) else "int"
+
+
+def _copy_into(target: Obs, source: Obs) -> None:
+    if isinstance(target, dict):
+        for key, part in target.items():
+            part[...] = source[key]
+    else:
+        target[...] = source

@@ -1,0 +1,36 @@
+"""The four errors. Each says what was given, what was expected, and what to type."""
+
+from __future__ import annotations
+
+
+class ManyhandsError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class ConfigError(ManyhandsError):
+    """The user asked for something that cannot be: a wrong number, name or combination."""
+
+
+class SupportError(ManyhandsError):
+    """The thing asked for is not available: a missing package, or a cell of the support table."""
+
+
+class WorkerError(ManyhandsError):
+    """A worker raised, died or went silent. Carries who, where and the original traceback."""
+
+    def __init__(self, message: str, *, rank: int = -1, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+
+
+class CollectiveError(ManyhandsError):
+    """Workers did not meet: they disagree, one is gone, or one did not come in time."""
+
+
+def needs(package: str, extra: str, cause: Exception | None = None) -> SupportError:
+    """The one line a user sees when an optional package is not there."""
+    detail = f" ({cause})" if cause is not None else ""
+    return SupportError(
+        f"{package} is not installed{detail}; type: pip install 'manyhands[{extra}]'"
+    )

@@ -1,0 +1,179 @@
+"""Count, mean and spread of a stream, per feature, merged over workers without double counting.
+
+Two sets of moments are kept apart:
+
+    agreed    what all workers have agreed on; the only one that `normalise` uses
+    pending   what this worker has seen since; invisible until it has been merged
+
+WHY: (1) all workers normalise alike, and an observation is normalised in the update exactly as it
+was when the policy acted on it; (2) only `pending` ever travels, so history that all workers share
+is counted once, not once per worker and merge.
+
+Moments are merged by Chan's formula in float64: sums of squares would lose the small spread of a
+feature with a large mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from manyhands.errors import ConfigError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """count, mean and M2 = Σ (x − mean)², the last two per feature, float64."""
+
+    count: int
+    mean: Array
+    m2: Array
+
+    @staticmethod
+    def empty(shape: tuple[int, ...]) -> Moments:
+        return Moments(0, np.zeros(shape), np.zeros(shape))
+
+    @staticmethod
+    def of(batch: Array) -> Moments:
+        """Moments of a batch [N, ...]; N may be zero."""
+        if len(batch) == 0:
+            return Moments.empty(batch.shape[1:])
+        rows = np.asarray(batch, np.float64)
+        mean = rows.mean(axis=0)
+        return Moments(len(rows), mean, np.square(rows - mean).sum(axis=0))
+
+    def merge(self, other: Moments) -> Moments:
+        """Moments of both streams together (Chan, Golub and LeVeque, 1979)."""
+        if other.count == 0:
+            return self
+        if self.count == 0:
+            return other
+        count = self.count + other.count
+        gap = other.mean - self.mean
+        mean = self.mean + gap * (other.count / count)
+        m2 = self.m2 + other.m2 + np.square(gap) * (self.count * other.count / count)
+        return Moments(count, mean, m2)
+
+    def state(self) -> dict[str, Array]:
+        """Plain arrays: can be sent between workers and saved."""
+        return {"count": np.array(self.count, np.int64), "mean": self.mean, "m2": self.m2}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Array]) -> Moments:
+        mean, m2 = (np.array(state[key], np.float64) for key in ("mean", "m2"))
+        return Moments(int(state["count"]), mean, m2)
+
+
+class RunningStats:
+    """Running moments of observations (or returns) of one shape.
+
+    Each worker calls `update` as it sees data, then all workers together call `synchronise`; or
+    somebody gathers every worker's `delta` and all `absorb` the same list.
+    """
+
+    def __init__(self, shape: tuple[int, ...], *, epsilon: float = 1e-8) -> None:
+        self.shape = tuple(shape)
+        self.epsilon = epsilon
+        self.agreed = Moments.empty(self.shape)
+        self.pending = Moments.empty(self.shape)
+        self._refresh()
+
+    @property
+    def count(self) -> int:
+        return self.agreed.count
+
+    @property
+    def mean(self) -> Array:
+        return self.agreed.mean
+
+    @property
+    def variance(self) -> Array:
+        """Of the agreed data, population form; ones until there is any."""
+        if self.agreed.count == 0:
+            return np.ones(self.shape)
+        return self.agreed.m2 / self.agreed.count
+
+    def update(self, batch: Array) -> None:
+        """Add a batch [N, *shape] of this worker's data to the pending moments."""
+        if batch.shape[1:] != self.shape:
+            raise ConfigError(
+                f"running statistics are over [N, {', '.join(map(str, self.shape))}], "
+                f"got a batch {batch.shape}"
+            )
+        self.pending = self.pending.merge(Moments.of(batch))
+
+    def delta(self) -> dict[str, Array]:
+        """What this worker has seen since the last merge, as plain arrays. Hand it over once."""
+        return self.pending.state()
+
+    def absorb(self, deltas: Iterable[Mapping[str, Array]]) -> None:
+        """Merge the deltas of all workers, this one's included, and forget what was pending.
+
+        CRUCIAL: every worker gives the same deltas in the same order (by rank), or the last bits
+        of their statistics differ.
+        """
+        agreed = self.agreed
+        for delta in deltas:
+            agreed = agreed.merge(Moments.from_state(delta))
+        self.agreed = agreed
+        self.pending = Moments.empty(self.shape)
+        self._refresh()
+
+    def synchronise(self, total: Callable[[Array], Array] | None = None) -> None:
+        """Merge the pending moments of all workers: a collective call with two sums.
+
+        Args:
+            total: Sum of an array over workers; None with one worker.
+        """
+        if total is not None:
+            self.pending = _pooled(self.pending, total)
+        self.absorb([self.pending.state()])
+
+    def normalise(self, x: Array, *, clip: float = 10.0, center: bool = True) -> Array:
+        """(x − mean) / std, clipped to ±clip, float32; x is [..., *shape].
+
+        Without any data yet x passes unchanged but for the clip. `center=False` only scales: for
+        rewards, whose sign must survive.
+        """
+        y = np.subtract(x, self._offset, dtype=np.float32) if center else np.array(x, np.float32)
+        y *= self._scale
+        return np.clip(y, -clip, clip, out=y)
+
+    def state(self) -> dict[str, Array]:
+        """Plain arrays; with the pending part, so that a resumed run continues exactly."""
+        agreed, pending = self.agreed.state(), self.pending.state()
+        return agreed | {f"pending_{key}": value for key, value in pending.items()}
+
+    def load_state(self, state: Mapping[str, Array]) -> None:
+        agreed = Moments.from_state(state)
+        if agreed.mean.shape != self.shape:
+            raise ConfigError(
+                f"saved statistics have shape {agreed.mean.shape}, this run needs {self.shape}"
+            )
+        self.agreed = agreed
+        self.pending = Moments.from_state(
+            {key: state[f"pending_{key}"] for key in ("count", "mean", "m2")}
+        )
+        self._refresh()
+
+    def _refresh(self) -> None:
+        # float32 copies made once per merge: `normalise` runs on every step of every worker.
+        self._offset = np.asarray(self.mean, np.float32)
+        self._scale = np.asarray(1.0 / np.sqrt(self.variance + self.epsilon), np.float32)
+
+
+def _pooled(own: Moments, total: Callable[[Array], Array]) -> Moments:
+    """Moments of all workers' parts together, in two passes as in the definition."""
+    flat = own.mean.ravel()
+    sums = total(np.concatenate([[own.count], own.count * flat]))
+    count = round(float(sums[0]))
+    if count == 0:
+        return own
+    mean = sums[1:] / count
+    m2 = total(own.m2.ravel() + own.count * np.square(flat - mean))
+    return Moments(count, mean.reshape(own.mean.shape), m2.reshape(own.m2.shape))

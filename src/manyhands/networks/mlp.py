@@ -1,0 +1,62 @@
+"""Multi-layer perceptrons with orthogonal initialisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from manyhands.errors import ConfigError
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "elu": nn.ELU,
+}
+HIDDEN_GAIN = math.sqrt(2.0)
+
+
+def orthogonal(
+    layer: Layer, gain: float, generator: torch.Generator | None = None
+) -> Layer:
+    """Orthogonal weights times `gain`, zero bias."""
+    nn.init.orthogonal_(layer.weight, gain, generator=generator)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def linear(
+    inputs: int, outputs: int, gain: float, generator: torch.Generator | None = None
+) -> nn.Linear:
+    """A layer whose every number comes from `generator`."""
+    # WHY: the usual constructor draws from torch's global stream only to be overwritten here.
+    layer = nn.utils.skip_init(nn.Linear, inputs, outputs)
+    assert isinstance(layer, nn.Linear)
+    return orthogonal(layer, gain, generator)
+
+
+def mlp(
+    inputs: int,
+    hidden: Sequence[int],
+    outputs: int | None = None,
+    *,
+    activation: str = "tanh",
+    output_gain: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> nn.Sequential:
+    """[N, inputs] -> [N, outputs], or the last hidden layer if outputs is None.
+
+    A small output gain (0.01) makes a fresh policy nearly uniform whatever it observes.
+    """
+    if activation not in ACTIVATIONS:
+        raise ConfigError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    layers: list[nn.Module] = []
+    for width in hidden:
+        layers += [linear(inputs, width, HIDDEN_GAIN, generator), ACTIVATIONS[activation]()]
+        inputs = width
+    if outputs is not None:
+        layers.append(linear(inputs, outputs, output_gain, generator))
+    return nn.Sequential(*layers)

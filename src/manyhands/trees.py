@@ -1,0 +1,114 @@
+"""Nested dicts, lists and tuples of arrays: taken apart into leaves, and put together again.
+
+A leaf is a number, a numpy array or a torch tensor. torch is never imported here: a tensor can
+only be given by somebody who has already imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from manyhands.errors import ConfigError
+
+Tree = Any
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Leaf(NamedTuple):
+    """One array of a tree in the form that travels, and the way back."""
+
+    path: str
+    array: Array  # C-contiguous, native numpy dtype
+    dtype: str  # the user's dtype; differs from array.dtype only for bfloat16
+    restore: Callable[[Array], Any]  # array of the same dtype -> number, numpy array or tensor
+
+
+def is_tensor(x: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def flatten(tree: Tree) -> tuple[list[Leaf], Callable[[list[Any]], Tree]]:
+    """Leaves in an order that every worker agrees on (dict keys sorted), and the rebuilder."""
+    leaves: list[Leaf] = []
+    rebuild = _walk(tree, "", leaves)
+
+    def put_together(values: list[Any]) -> Tree:
+        stream = iter(values)
+        return rebuild(stream)
+
+    return leaves, put_together
+
+
+def _walk(node: Tree, path: str, leaves: list[Leaf]) -> Callable[[Any], Tree]:
+    if isinstance(node, dict):
+        keys = sorted(node, key=str)
+        parts = [(k, _walk(node[k], f"{path}/{k}" if path else str(k), leaves)) for k in keys]
+        order = list(node)
+
+        def rebuild_dict(stream: Any) -> Tree:
+            values = {k: part(stream) for k, part in parts}
+            return {k: values[k] for k in order}
+
+        return rebuild_dict
+    if isinstance(node, (list, tuple)):
+        items = [_walk(x, f"{path}[{i}]", leaves) for i, x in enumerate(node)]
+        kind = type(node)
+
+        def rebuild_sequence(stream: Any) -> Tree:
+            values = [item(stream) for item in items]
+            return kind(*values) if hasattr(node, "_fields") else kind(values)
+
+        return rebuild_sequence
+    leaves.append(_leaf(node, path))
+    return lambda stream: next(stream)
+
+
+def _leaf(x: Any, path: str) -> Leaf:
+    if is_tensor(x):
+        return _tensor_leaf(x, path)
+    if isinstance(x, np.ndarray):
+        array = np.ascontiguousarray(x).reshape(x.shape)  # ascontiguousarray makes 0-d into 1-d
+        if not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
+        _refuse_objects(array, path)
+        return Leaf(path, array, str(array.dtype), lambda a: a)
+    array = np.asarray(x)
+    _refuse_objects(array, path)
+    return Leaf(path, array, str(array.dtype), lambda a: a.item() if a.ndim == 0 else a)
+
+
+def _tensor_leaf(x: Any, path: str) -> Leaf:
+    torch = sys.modules["torch"]
+    device, dtype = x.device, x.dtype
+    host = x.detach().to("cpu").contiguous()
+
+    def restore(a: Array) -> Any:
+        # WHY copy when read-only: torch tensors over read-only memory are undefined behaviour.
+        t = torch.from_numpy(a if a.flags.writeable else a.copy())
+        return (t.view(torch.bfloat16) if dtype is torch.bfloat16 else t).to(device)
+
+    if dtype is torch.bfloat16:  # numpy has no bfloat16: the bits travel as int16
+        return Leaf(path, host.view(torch.int16).numpy(), "bfloat16", restore)
+    return Leaf(path, host.numpy(), str(dtype).removeprefix("torch."), restore)
+
+
+def _refuse_objects(array: Array, path: str) -> None:
+    if array.dtype.kind not in "biufc":
+        where = f"{path!r}" if path else "the value"
+        raise ConfigError(
+            f"{where} has dtype {array.dtype}; only numbers, numpy arrays and torch tensors of "
+            "bool, integer, float or complex dtype can travel between workers"
+        )
+
+
+def describe(signature: list[list[Any]]) -> str:
+    """`{obs: float32[*, 4], act: int64[*]}` from [[path, dtype, shape], ...]."""
+    inner = ", ".join(
+        f"{path or 'value'}: {dtype}[{', '.join(map(str, shape))}]" for path, dtype, shape in signature
+    )
+    return "{" + inner + "}"

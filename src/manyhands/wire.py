@@ -1,0 +1,146 @@
+"""Trees as bytes, without pickle: a JSON header, then the raw buffers.
+
+    | u32 length of header | header (JSON) | pad to 64 | buffer 0 | pad to 64 | buffer 1 | ...
+
+What can travel: None, bool, int, float, str, bytes, list, tuple, dict with string keys, numpy
+arrays and torch tensors. Reading builds arrays and plain data only, so a hostile message can at
+worst be refused (`ConfigError`); it can never run code.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from typing import Any
+
+import numpy as np
+
+from manyhands.errors import ConfigError
+from manyhands.trees import Array, Tree, is_tensor
+
+_ALIGN = 64
+_MAX_DEPTH = 64
+Buffer = bytes | bytearray | memoryview | Array
+
+
+class Packed:
+    """An encoded tree: its header and its buffers, not yet copied anywhere."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._buffers: list[memoryview] = []
+        body = self._encode(tree, 0)
+        header = json.dumps([body, [b.nbytes for b in self._buffers]]).encode()
+        self._head = struct.pack("<I", len(header)) + header
+        self.nbytes = _aligned(len(self._head)) + sum(_aligned(b.nbytes) for b in self._buffers)
+
+    def write_into(self, target: memoryview) -> None:
+        """One copy, straight to where it will be read."""
+        target[: len(self._head)] = self._head
+        at = _aligned(len(self._head))
+        for buffer in self._buffers:
+            target[at : at + buffer.nbytes] = buffer
+            at += _aligned(buffer.nbytes)
+
+    def to_bytes(self) -> bytearray:
+        out = bytearray(self.nbytes)
+        self.write_into(memoryview(out))
+        return out
+
+    def _encode(self, x: Any, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"a message is nested deeper than {_MAX_DEPTH} levels")
+        if x is None or isinstance(x, (bool, str)) or type(x) in (int, float):
+            return x
+        if isinstance(x, dict):
+            return self._encode_dict(x, depth)
+        if isinstance(x, (list, tuple)):
+            items = [self._encode(v, depth + 1) for v in x]
+            return items if isinstance(x, list) else {"@tuple": items}
+        if isinstance(x, (bytes, bytearray, memoryview)):
+            self._buffers.append(memoryview(x).cast("B"))
+            return {"@bytes": len(self._buffers) - 1}
+        return self._encode_array(x)
+
+    def _encode_dict(self, x: dict[Any, Any], depth: int) -> Any:
+        for key in x:
+            if not isinstance(key, str) or key.startswith("@"):
+                raise ConfigError(f"dict key {key!r} cannot travel; use string keys without '@'")
+        return {k: self._encode(v, depth + 1) for k, v in x.items()}
+
+    def _encode_array(self, x: Any) -> Any:
+        kind = "numpy"
+        if is_tensor(x):
+            torch = sys.modules["torch"]
+            kind = "bfloat16" if x.dtype is torch.bfloat16 else "torch"
+            x = x.detach().to("cpu").contiguous()
+            x = (x.view(torch.int16) if kind == "bfloat16" else x).numpy()
+        elif isinstance(x, np.generic):
+            x = np.asarray(x)
+        if not isinstance(x, np.ndarray) or x.dtype.kind not in "biufc":
+            what = f"an array of dtype {x.dtype}" if isinstance(x, np.ndarray) else type(x).__name__
+            raise ConfigError(
+                f"{what} cannot travel between workers; plain data, numpy arrays and torch "
+                "tensors can"
+            )
+        flat = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        self._buffers.append(memoryview(flat))
+        return {"@array": len(self._buffers) - 1, "t": x.dtype.str, "s": list(x.shape), "k": kind}
+
+
+def encode(tree: Tree) -> bytearray:
+    return Packed(tree).to_bytes()
+
+
+def decode(data: Buffer, *, copy: bool = True) -> Tree:
+    """The tree in `data`. With `copy=False` its arrays are read-only views on `data`."""
+    view = memoryview(data).cast("B")
+    try:
+        (length,) = struct.unpack_from("<I", view)
+        if 4 + length > view.nbytes:
+            raise ValueError("the header is longer than the message")
+        body, sizes = json.loads(bytes(view[4 : 4 + length]))
+        buffers, at = [], _aligned(4 + length)
+        for size in sizes:
+            if not isinstance(size, int) or size < 0 or at + size > view.nbytes:
+                raise ValueError("a buffer lies outside the message")
+            buffers.append(view[at : at + size])
+            at += _aligned(size)
+        return _decode(body, buffers, copy, 0)
+    except (ValueError, KeyError, TypeError, IndexError, struct.error, RecursionError) as fault:
+        raise ConfigError(f"a message could not be read: {fault}") from None
+
+
+def _decode(x: Any, buffers: list[memoryview], copy: bool, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise ValueError("nested too deep")
+    if isinstance(x, list):
+        return [_decode(v, buffers, copy, depth + 1) for v in x]
+    if not isinstance(x, dict):
+        return x
+    if "@tuple" in x:
+        return tuple(_decode(v, buffers, copy, depth + 1) for v in x["@tuple"])
+    if "@bytes" in x:
+        return bytes(buffers[x["@bytes"]])
+    if "@array" in x:
+        return _decode_array(x, buffers[x["@array"]], copy)
+    return {k: _decode(v, buffers, copy, depth + 1) for k, v in x.items()}
+
+
+def _decode_array(x: dict[str, Any], buffer: memoryview, copy: bool) -> Any:
+    dtype = np.dtype(str(x["t"]))
+    if dtype.kind not in "biufc":
+        raise ValueError(f"dtype {dtype} is refused")
+    array = np.frombuffer(buffer, dtype=dtype).reshape([int(n) for n in x["s"]])
+    if x["k"] == "numpy":
+        if copy:
+            return array.copy()
+        array.flags.writeable = False
+        return array
+    torch = sys.modules.get("torch") or __import__("torch")
+    tensor = torch.from_numpy(array.copy())  # WHY: torch cannot hold read-only memory
+    return tensor.view(torch.bfloat16) if x["k"] == "bfloat16" else tensor
+
+
+def _aligned(n: int) -> int:
+    return (n + _ALIGN - 1) // _ALIGN * _ALIGN
