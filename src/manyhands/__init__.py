@@ -1,1 +1,52 @@
-"""manyhands: run a reinforcement-learning job on everything you have."""
+"""manyhands: run a reinforcement-learning job on everything you have.
+
+Names are loaded when they are first used, so that `import manyhands` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from manyhands.engines.launch import launch
+    from manyhands.errors import (
+        CollectiveError,
+        ConfigError,
+        ManyhandsError,
+        SupportError,
+        WorkerError,
+    )
+    from manyhands.parallel import Parallel
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Parallel": "manyhands.parallel",
+    "launch": "manyhands.engines.launch",
+    "ManyhandsError": "manyhands.errors",
+    "ConfigError": "manyhands.errors",
+    "SupportError": "manyhands.errors",
+    "WorkerError": "manyhands.errors",
+    "CollectiveError": "manyhands.errors",
+}
+__all__ = [
+    "CollectiveError",
+    "ConfigError",
+    "ManyhandsError",
+    "Parallel",
+    "SupportError",
+    "WorkerError",
+    "__version__",
+    "launch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -18,8 +18,9 @@ class SupportError(ManyhandsError):
 class WorkerError(ManyhandsError):
     """A worker raised, died or went silent. Carries who, where and the original traceback."""
 
-    def __init__(self, message: str, *, rank: int = -1, exit_code: int = 1) -> None:
-        super().__init__(message)
+    def __init__(self, who: str, what: str = "", *, rank: int = -1, exit_code: int = 1) -> None:
+        super().__init__(f"{who} {what}" if what else who)
+        self.what = what  # "failed:" and the traceback, or how it ended
         self.rank = rank
         self.exit_code = exit_code
 

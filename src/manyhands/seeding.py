@@ -37,3 +37,15 @@ def seed_everything(seed: int, *path: str | int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(int(words[2] >> 1))
+
+
+def part_from_main(rank: int) -> None:
+    """Give a worker streams of its own, derived from wherever its generators stand now.
+
+    WHY: a script that seeds once, or not at all (torch then starts from a constant), would draw
+    the same actions on every worker. The main worker's streams stay as they are.
+    """
+    torch = sys.modules.get("torch")
+    now = [random.getrandbits(64), int(np.random.randint(2**31))]
+    now.append(torch.initial_seed() if torch is not None else 0)
+    seed_everything(int(np.random.SeedSequence(now).generate_state(1, np.uint64)[0]), "part", rank)

@@ -109,6 +109,7 @@ def _refuse_objects(array: Array, path: str) -> None:
 def describe(signature: list[list[Any]]) -> str:
     """`{obs: float32[*, 4], act: int64[*]}` from [[path, dtype, shape], ...]."""
     inner = ", ".join(
-        f"{path or 'value'}: {dtype}[{', '.join(map(str, shape))}]" for path, dtype, shape in signature
+        f"{path or 'value'}: {dtype}[{', '.join(map(str, shape))}]"
+        for path, dtype, shape in signature
     )
     return "{" + inner + "}"

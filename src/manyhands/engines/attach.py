@@ -1,11 +1,11 @@
 """How was this process started? Detected, not declared.
 
-    plain python            1 worker, nothing needed
-    manyhands launch        MANYHANDS_ENGINE, _RANK, _SIZE ...
-    torchrun                RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-    mpiexec (MPICH, Intel)  PMI_RANK, PMI_SIZE
-    mpiexec (Open MPI)      OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE
-    srun                    SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST
+plain python            1 worker, nothing needed
+manyhands launch        MANYHANDS_ENGINE, _RANK, _SIZE ...
+torchrun                RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
+mpiexec (MPICH, Intel)  PMI_RANK, PMI_SIZE
+mpiexec (Open MPI)      OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE
+srun                    SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def slurm_first_host(nodelist: str) -> str:
 
 def slurm_port(env: Mapping[str, str]) -> int:
     """A port that all workers of a step compute alike and two steps hardly share."""
-    return 15000 + (int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env.get("SLURM_STEP_ID", "0"))) % 20000
+    return (
+        15000 + (int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env.get("SLURM_STEP_ID", "0"))) % 20000
+    )
 
 
 def _mpi(env: Mapping[str, str]) -> Place:

@@ -137,7 +137,9 @@ class Group:
             return
         odd = [r for r, p in enumerate(prints) if p != _commonest(prints)]
         paths = {
-            str(a[0]) for r in odd for a, b in zip(prints[r], _commonest(prints), strict=False)
+            str(a[0])
+            for r in odd
+            for a, b in zip(prints[r], _commonest(prints), strict=False)
             if a != b
         }
         raise CollectiveError(
@@ -184,19 +186,21 @@ class Group:
 
     def _gather(self, call: str, tree: Tree, root: int | None) -> Tree | None:
         leaves, rebuild = flatten(tree)
-        rows = [x.array if x.array.ndim else x.array.reshape(1) for x in leaves]
+        parts = [x.array if x.array.ndim else x.array.reshape(1) for x in leaves]
         if self.size == 1:
-            return rebuild([x.restore(r.copy()) for x, r in zip(leaves, rows, strict=True)])
-        signature = [[x.path, x.dtype, list(r.shape)] for x, r in zip(leaves, rows, strict=True)]
+            return rebuild([x.restore(p.copy()) for x, p in zip(leaves, parts, strict=True)])
+        signature = [[x.path, x.dtype, list(p.shape)] for x, p in zip(leaves, parts, strict=True)]
         note = self._note(call, signature)
         plan = _GatherPlan(self, call)
-        joined = self.transport.gather(note, [_as_bytes(r) for r in rows], root, plan.check)
+        joined = self.transport.gather(note, [_as_bytes(p) for p in parts], root, plan.check)
         if joined is None:
             return None
         return rebuild(
             [
-                x.restore(_as_rows(flat, dtype, trailing))
-                for x, flat, (dtype, trailing) in zip(leaves, joined, plan.kinds, strict=True)
+                x.restore(flat.view(_storage(dtype)).reshape(rows, *trailing))
+                for x, flat, (dtype, trailing), rows in zip(
+                    leaves, joined, plan.kinds, plan.rows, strict=True
+                )
             ]
         )
 
@@ -254,7 +258,9 @@ class Group:
         for rank, note in enumerate(said):
             site = f" at {note[4]}" if len(note) > 4 else ""
             signature = f" of {describe(note[2])}" if note[2] else ""
-            lines.append(f"  {self.roster.name(rank)}: call {note[1]} is {note[0]}{signature}{site}")
+            lines.append(
+                f"  {self.roster.name(rank)}: call {note[1]} is {note[0]}{signature}{site}"
+            )
             if len(note) > 5 and note[5] != said[0][5]:
                 lines.append("    its result of the call before differs from worker 0's")
         hint = "" if self.debug else " (`--debug-collectives` adds the line of each call)"
@@ -267,6 +273,7 @@ class _GatherPlan:
     def __init__(self, group: Group, call: str) -> None:
         self._group, self._call = group, call
         self.kinds: list[tuple[str, list[int]]] = []
+        self.rows: list[int] = []
 
     def check(self, notes: list[bytes]) -> Sizes:
         said = [json.loads(n) for n in notes]
@@ -277,7 +284,9 @@ class _GatherPlan:
             if not same_call or not _compatible(mine[1], reference[1]):
                 shown = [[s[0], s[1], [_starred(x) for x in s[2]], *s[3:]] for s in said]
                 raise self._group._disagreement(shown)
-        self.kinds = [_kind_of([s[2][i] for s in said]) for i in range(len(said[0][2]))]
+        leaves = range(len(said[0][2]))
+        self.kinds = [_kind_of([s[2][i] for s in said]) for i in leaves]
+        self.rows = [sum(s[2][i][2][0] for s in said) for i in leaves]
         return [
             [
                 leaf[2][0] * math.prod(trailing) * _storage(dtype).itemsize
@@ -324,12 +333,6 @@ def _storage(dtype: str) -> np.dtype[Any]:
 
 def _as_bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
-
-
-def _as_rows(flat: Array, dtype: str, trailing: list[int]) -> Array:
-    array = flat.view(_storage(dtype))
-    rows = array.size // math.prod(trailing) if math.prod(trailing) else 0
-    return array.reshape(rows, *trailing)
 
 
 def _accumulator(leaf: Leaf, op: str) -> Array:

@@ -33,6 +33,7 @@ from manyhands.engines.base import (
     Worker,
 )
 from manyhands.engines.group import Group
+from manyhands.engines.process import trim
 from manyhands.errors import CollectiveError, ConfigError, ManyhandsError, WorkerError
 from manyhands.trees import Array, Tree
 
@@ -64,6 +65,7 @@ class World:
         self.size, self.timeout = size, timeout
         self.turn = 0
         self.turns = 0  # hand-overs so far: a watchdog sees whether the baton moves
+        self.on_turn: Callable[[int], None] = lambda rank: None
         self.failures: list[tuple[int, BaseException]] = []
         self.boards: dict[tuple[int, ...], _Meeting] = {}
         self.channels: dict[str, _InlineChannel] = {}
@@ -130,19 +132,14 @@ class World:
     def _failure(self) -> ManyhandsError | BaseException:
         causes = [f for f in self.failures if not isinstance(f[1], CollectiveError)]
         rank, error = (causes or self.failures)[0]
+        who = self.workers[rank].place.name
         if isinstance(error, KeyboardInterrupt):
             return error
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else 1
-            return WorkerError(
-                f"{self.workers[rank].place.name} left with exit code {error.code}",
-                rank=rank, exit_code=code,
-            )  # fmt: skip
-        text = "".join(traceback.format_exception(error)).rstrip()
-        return WorkerError(
-            f"{self.workers[rank].place.name} failed: {type(error).__name__}: {error}\n{text}",
-            rank=rank,
-        )
+            return WorkerError(who, f"left with exit code {error.code}", rank=rank, exit_code=code)
+        text = "".join(traceback.format_exception(trim(error))).rstrip()
+        return WorkerError(who, f"failed:\n{text}", rank=rank)
 
     # -- the baton -----------------------------------------------------------------------------
 
@@ -184,6 +181,7 @@ class World:
             if nxt < 0:  # all wait: let the one whose deadline is nearest have it
                 nxt = min(alive, key=lambda r: self._waits[r].timeout)  # type: ignore[union-attr]
         self.turn = nxt
+        self.on_turn(nxt)
         self._gates[nxt].release()
 
     def _can_go_on(self, rank: int) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,12 @@ from manyhands import wire
 from manyhands.engines import calls, inline
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
 from manyhands.engines.shared import Board, Segment
-from manyhands.engines.watch import Supervisor
+from manyhands.engines.watch import Supervisor, label, what_ended
 from manyhands.errors import ConfigError, SupportError, needs
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK")
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,14 @@ def _environment(job: Job, board: Board) -> dict[str, str]:
     threads = job.threads or threads_per_worker(job.workers)
     env = dict(os.environ)
     # An outer launcher's own variables would tell a worker that it is somebody else.
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+    ):
         env.pop(name, None)
     for name in _THREADS:
         if job.threads or name not in os.environ:
@@ -156,11 +166,23 @@ def _command(job: Job) -> list[str]:
     return command if job.call else [*command, job.script, *job.args]
 
 
-def _start_processes(job: Job, env: dict[str, str], supervisor: Supervisor,
-                     pass_fds: tuple[int, ...] = ()) -> None:  # fmt: skip
+def _start_processes(
+    job: Job, env: dict[str, str], supervisor: Supervisor, pass_fds: tuple[int, ...] = ()
+) -> None:
+    """One process a worker. The main worker has the terminal; the others' lines are labelled."""
+    others = []
     for rank in range(job.workers):
         place = {"MANYHANDS_RANK": str(rank), "MANYHANDS_LOCAL_RANK": str(rank)}
-        supervisor.start(_command(job), env | place, [rank], pass_fds if rank == 0 else ())
+        child = supervisor.start(
+            _command(job),
+            env | place,
+            [rank],
+            pass_fds=pass_fds if rank == 0 else (),
+            piped=rank > 0,
+        )
+        others += [(rank, child)] if rank > 0 else []
+    for rank, child in others:
+        supervisor.pass_on(child, label(rank), label(rank))
 
 
 def _start_local(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
@@ -181,77 +203,63 @@ def _start_torch(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
 
 
 def _start_inline(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
-    supervisor.start(_command(job), env, list(range(job.workers)))
+    supervisor.start(
+        _command(job),
+        env,
+        list(range(job.workers)),
+        explain=lambda code: (supervisor.board.turn, what_ended(code)),
+    )
 
 
 def _start_mpi(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
-    ending = _MpiEnding()
+    banner = _MpiBanner()
     child = supervisor.start(
-        [*_mpiexec(), "-n", str(job.workers), *_command(job)],
+        [_mpiexec(), "-n", str(job.workers), *_command(job)],
         env,
         list(range(job.workers)),
-        explain=lambda code: ending.explain(code, supervisor.board),
-        stderr=subprocess.PIPE,
+        piped=True,
+        explain=lambda code: banner.explain(code, supervisor.board),
     )
-    ending.read(child.process)
+    supervisor.pass_on(child, lambda line: banner.keep(line), lambda line: banner.keep(line))
+    banner.ready = child.drain
 
 
-class _MpiEnding:
-    """Passes on what mpiexec writes to stderr, but keeps its banner: we say it in our own words."""
+class _MpiBanner:
+    """mpiexec announces a death in a banner of its own: kept back, and said in our words."""
 
     def __init__(self) -> None:
-        self._banner: list[str] = []
-        self._thread: threading.Thread | None = None
+        self._lines: list[bytes] = []
+        self.ready: Callable[[], None] = lambda: None
 
-    def read(self, process: subprocess.Popen[bytes]) -> None:
-        self._thread = threading.Thread(target=self._pump, args=(process,), daemon=True)
-        self._thread.start()
-
-    def _pump(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stderr is not None
-        inside = False
-        for raw in process.stderr:
-            line = raw.decode(errors="replace")
-            inside = inside or line.startswith("=====") or "MPI_Abort" in line
-            if inside or "application called MPI_Abort" in line or "EXIT STRING" in line:
-                self._banner.append(line)
-            else:
-                sys.stderr.write(line)
-                sys.stderr.flush()
+    def keep(self, line: bytes) -> bytes:
+        if self._lines or line.startswith(b"=====") or b"MPI_Abort(" in line:
+            self._lines.append(line)
+            return b""
+        return line
 
     def explain(self, code: int, board: Board) -> tuple[int, str]:
-        """Which worker it was, from the process id in mpiexec's banner."""
-        import re
-
-        if self._thread is not None:
-            self._thread.join(1.0)
-        banner = "".join(self._banner)
+        """Which worker it was, by the process id that the banner names."""
+        self.ready()
+        banner = b"".join(self._lines).decode(errors="replace")
         pid = re.search(r"PID (\d+)", banner)
         number = re.search(r"signal (\d+)", banner)
         ranks = [r for r in range(board.workers) if pid and board.pid(r) == int(pid.group(1))]
-        from manyhands.engines.watch import _what
-
-        text = _what(-int(number.group(1))) if number else _what(code)
+        text = what_ended(-int(number.group(1)) if number else code)
         return (ranks[0] if ranks else 0), text
 
 
-def _mpiexec() -> list[str]:
+def _mpiexec() -> str:
     """mpiexec of the environment we run in, else the one on the PATH."""
+    if importlib.util.find_spec("mpi4py") is None:
+        raise needs("mpi4py", "mpi")
     beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
     found = beside if os.path.exists(beside) else shutil.which("mpiexec")
-    try:
-        import importlib.util
-
-        if importlib.util.find_spec("mpi4py") is None:
-            raise needs("mpi4py", "mpi")
-    except ImportError as fault:
-        raise needs("mpi4py", "mpi", fault) from None
     if found is None:
         raise SupportError(
             "no mpiexec found; type: pip install 'manyhands[mpi]' (mpi4py and mpich), or load your "
             "cluster's MPI module"
         )
-    return [found]
+    return found
 
 
 def _run_ray(job: Job) -> list[Any]:

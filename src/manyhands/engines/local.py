@@ -169,11 +169,10 @@ class LocalTransport(Transport):
             self._words[base + _GENERATION] += 1
         return slot
 
-    def _meet(self, doing: str, ranks: Sequence[int] | None = None) -> None:
-        """Wait until `ranks` (all others) have come to this call."""
+    def _meet(self, doing: str) -> None:
+        """Wait until all others have come to this call."""
         words, call, bases = self._words, self._call, self._bases
-        waiting = [r for r in (self._others if ranks is None else ranks) if r != self.rank]
-        waiting = [r for r in waiting if words[bases[r] + _CALL] < call]
+        waiting = [r for r in self._others if words[bases[r] + _CALL] < call]
         if waiting:
             patience = Patience(self.timeout)
             while waiting:
@@ -279,14 +278,14 @@ class LocalTransport(Transport):
         starts = _starts(sizes)
         total = starts[-1]
         result: Array | None = None
+        segment: Segment | None = None
         if self.rank == root:  # say where the parts go; every worker writes its own, once
             segment, result = self._results.take(total)
-            self._post(segment.address.encode(), [])
-            target = result
-        else:
-            self._post(b"", [])
-            self._meet("gather", [root])
-            target = self._open(self._note(root).decode()).bytes
+        self._post(segment.address.encode() if segment is not None else b"", [])
+        # CRUCIAL: wait for all, not only for the root: the next post uses the slot of the first
+        # note again, which a slower worker may still be reading.
+        self._meet("gather")
+        target = self._open(self._note(root).decode()).bytes if result is None else result
         for leaf, part in enumerate(parts):
             at = starts[leaf] + sum(sizes[r][leaf] for r in range(self.rank))
             target[at : at + part.nbytes] = part
@@ -408,5 +407,3 @@ def _leaves(result: Array, sizes: Sizes, starts: list[int]) -> list[Array]:
 
 def _round(n: int) -> int:
     return (n + 63) // 64 * 64
-
-

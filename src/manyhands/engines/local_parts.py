@@ -199,11 +199,13 @@ class LocalWeights(WeightStore):
             raise ConfigError(f"weights {self._name!r}: only worker {self._writer} publishes")
         if self._words is None:
             self._hold(Segment((self._SLOTS + 2 * _Slots.FIELDS) * 8))
-            assert self._words is not None and self._segment is not None
+            assert self._words is not None
+            assert self._segment is not None
             self._words[self._PID] = self._board.pid(self._rank)
             fence()
             self._board.set_note(self._rank, self._key, self._segment.address)
-        assert self._words is not None and self._slots is not None
+        assert self._words is not None
+        assert self._slots is not None
         version = int(self._words[self._VERSION]) + 1
         packed = wire.Packed(tree)
         self._words[self._WRITING] = version
@@ -226,7 +228,8 @@ class LocalWeights(WeightStore):
             version = self._version()
             if version <= newer_than:
                 return None
-            assert self._words is not None and self._slots is not None
+            assert self._words is not None
+            assert self._slots is not None
             fence()
             data = bytes(self._slots.read(version & 1))
             fence()

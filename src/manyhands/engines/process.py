@@ -50,7 +50,7 @@ class ProcessWorker(Worker):
         if self._heartbeat is not None:
             self._heartbeat.stop()
         if self.board is not None and self.board.state(self.place.rank) == RUNNING:
-            text = "".join(traceback.format_exception(trim(error)))
+            text = "failed:\n" + "".join(traceback.format_exception(trim(error)))
             secondary = isinstance(error, (CollectiveError, KeyboardInterrupt))
             self.board.set_state(self.place.rank, FAILED, text, code=1, secondary=secondary)
 

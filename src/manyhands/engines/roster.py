@@ -53,7 +53,7 @@ class BoardRoster(Roster):
                 )
             if state in (FAILED, DEAD):
                 said = self.board.text(world, "report").strip().rsplit("\n", 1)[-1]
-                raise CollectiveError(f"{doing}: {self.name(rank)} failed: {said}")
+                raise CollectiveError(f"{doing}: {self.name(rank)} is gone: {said}")
 
 
 class Heartbeat:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -29,23 +30,25 @@ class Segment:
     """A block of shared memory, made here or opened by its address."""
 
     def __init__(self, size: int = 0, address: str = "") -> None:
-        self._path = ""
+        path = ""
         if address:
             fd = os.open(address, os.O_RDWR)
             size = os.fstat(fd).st_size
         elif _LINUX:
             fd = os.memfd_create("manyhands")
         else:
-            fd, self._path = tempfile.mkstemp(prefix="manyhands-")
+            fd, path = tempfile.mkstemp(prefix="manyhands-")
         if not address:
             os.ftruncate(fd, size)
         self.size = size
-        self.address = address or self._path or f"/proc/{os.getpid()}/fd/{fd}"
+        self.address = address or path or f"/proc/{os.getpid()}/fd/{fd}"
         self._map: Any = mmap.mmap(fd, size) if size else bytearray()
         # WHY keep it open only when made here: the number in /proc/PID/fd is the address.
         self._fd = -1 if address else fd
         if address:
             os.close(fd)
+        else:
+            self._release = weakref.finalize(self, _release, fd, path)
         self.bytes: Array = np.frombuffer(self._map, dtype=np.uint8)
         self.view = memoryview(self._map)
 
@@ -69,16 +72,14 @@ class Segment:
     def close(self) -> None:
         """Give the file back. The memory itself goes when the last array on it goes."""
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-        if self._path:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
-            self._path = ""
+            self._release()
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
+
+def _release(fd: int, path: str) -> None:
+    os.close(fd)
+    if path:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 _LOCK = threading.Lock()
@@ -97,7 +98,7 @@ def fence() -> None:
 EMPTY, RUNNING, DONE, FAILED, DEAD = range(5)
 _PAGE = 16384
 _WORDS = 16  # eight-byte words at the head of a page
-_PID, _STATE, _BEAT, _CODE, _SINCE, _SECONDARY = range(6)
+_PID, _STATE, _BEAT, _CODE, _SINCE, _SECONDARY, _TURN = range(7)
 # (offset, room) of each text on a page
 _TEXTS = {"host": (128, 128), "role": (256, 64), "where": (320, 256), "call": (576, 448),
           "notes": (1024, 3072), "report": (4096, _PAGE - 4096)}  # fmt: skip
@@ -145,6 +146,14 @@ class Board:
     @property
     def aborted(self) -> str:
         return self._read_text(0, "report") if self._words[_STATE] == FAILED else ""
+
+    def set_turn(self, rank: int) -> None:
+        """Inline engine: who holds the baton."""
+        self._words[_TURN] = rank
+
+    @property
+    def turn(self) -> int:
+        return int(self._words[_TURN])
 
     # -- a worker's page -----------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,8 +22,10 @@ from typing import Any
 from manyhands.engines.shared import DEAD, DONE, EMPTY, FAILED, RUNNING, Board
 from manyhands.errors import WorkerError
 
+LineFilter = Callable[[bytes], bytes]
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
+LINGER_SECONDS = 1.0  # how long a worker that has failed may take to leave
 CAUSE_SECONDS = 0.4  # how long the first failure waits for a deeper cause to show
 
 
@@ -41,7 +44,13 @@ class Child:
     process: subprocess.Popen[bytes]
     ranks: list[int]
     explain: Callable[[int], tuple[int, str]] | None = None  # exit code -> (rank, what it means)
-    gone: bool = field(default=False)
+    gone: bool = False
+    pumps: list[threading.Thread] = field(default_factory=list)
+
+    def drain(self) -> None:
+        """Let the last lines be shown; a grandchild that holds the pipe open is not waited for."""
+        for pump in self.pumps:
+            pump.join(0.5)
 
 
 class Supervisor:
@@ -52,14 +61,36 @@ class Supervisor:
         self._handlers: dict[int, Any] = {}
         adopt_orphans()
 
-    def start(self, command: list[str], env: dict[str, str], ranks: list[int],
-              pass_fds: tuple[int, ...] = (),
-              explain: Callable[[int], tuple[int, str]] | None = None,
-              stderr: Any = None) -> Child:  # fmt: skip
-        child = subprocess.Popen(command, env=env, pass_fds=pass_fds, stderr=stderr,
-                                 preexec_fn=_die_with_us)  # fmt: skip
+    def start(
+        self,
+        command: list[str],
+        env: dict[str, str],
+        ranks: list[int],
+        *,
+        pass_fds: tuple[int, ...] = (),
+        piped: bool = False,
+        explain: Callable[[int], tuple[int, str]] | None = None,
+    ) -> Child:
+        """Start a process that hosts these workers; `piped` output comes through `pass_on`."""
+        pipe = subprocess.PIPE if piped else None
+        child = subprocess.Popen(
+            command, env=env, pass_fds=pass_fds, stdout=pipe, stderr=pipe, preexec_fn=_die_with_us
+        )
         self.children.append(Child(child, ranks, explain))
         return self.children[-1]
+
+    def pass_on(self, child: Child, out: LineFilter, err: LineFilter) -> None:
+        """Show the lines of a piped child as `out` and `err` (bytes -> bytes) want them.
+
+        WHY only after all have been started: a fork while threads run is asking for trouble.
+        """
+        for source, sink, rewrite in (
+            (child.process.stdout, sys.stdout, out),
+            (child.process.stderr, sys.stderr, err),
+        ):
+            pump = threading.Thread(target=_pump, args=(source, sink, rewrite), daemon=True)
+            pump.start()
+            child.pumps.append(pump)
 
     def __enter__(self) -> Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -88,12 +119,20 @@ class Supervisor:
                 elif not child.gone:
                     child.gone = True
                     self._note_end(child, code)
-            # Only an ended child counts: a worker that reported a failure is about to end.
-            if any(c.gone and c.process.returncode for c in self.children):
+                    child.drain()
+            if any(c.gone and c.process.returncode for c in self.children) or self._lingers():
                 raise self._failure()
             if not running:
                 return
             time.sleep(POLL_SECONDS)
+
+    def _lingers(self) -> bool:
+        """Whether a worker has reported its failure but does not end (a thread of the user's)."""
+        long_ago = time.monotonic_ns() - int(LINGER_SECONDS * 1e9)
+        return any(
+            self.board.state(r) == FAILED and self.board.since(r) < long_ago
+            for r in range(self.board.workers)
+        )
 
     def _note_end(self, child: Child, code: int) -> None:
         """Put on the board what the dead can no longer say."""
@@ -103,7 +142,7 @@ class Supervisor:
                 self.board.set_state(rank, DONE)
         if code == 0:
             return
-        rank, text = (child.ranks[0], _what(code))
+        rank, text = (child.ranks[0], what_ended(code))
         if child.explain is not None:
             rank, text = child.explain(code)
         if self.board.state(rank) <= RUNNING:
@@ -129,8 +168,7 @@ class Supervisor:
         pid = f" (pid {self.board.pid(rank)})" if self.board.pid(rank) else ""
         code = self.board.code(rank) or 1
         who = f"worker {rank} of {self.board.workers} on {host}{pid}"
-        joint = " " if self.board.state(rank) == DEAD or "\n" not in report else " failed:\n"
-        return WorkerError(f"{who}{joint}{report}", rank=rank, exit_code=code)
+        return WorkerError(who, report, rank=rank, exit_code=code)
 
     def stop(self, reason: str) -> None:
         """End everything that is still there, gently first."""
@@ -161,6 +199,24 @@ class Supervisor:
                 child.process.poll()
             _reap_orphans({c.process.pid for c in self.children})
             time.sleep(POLL_SECONDS)
+
+
+def label(rank: int) -> LineFilter:
+    """Put the worker's rank before each line."""
+    mark = f"[worker {rank}] ".encode()
+    return lambda line: mark + line
+
+
+def _pump(source: Any, sink: Any, rewrite: LineFilter) -> None:
+    raw = getattr(sink, "buffer", None)
+    for line in source:
+        shown = rewrite(line)
+        with contextlib.suppress(OSError, ValueError):  # our own output has been closed: read on,
+            if raw is not None:  # or the worker would block on a full pipe
+                raw.write(shown)
+            else:
+                sink.write(shown.decode(errors="replace"))
+            sink.flush()
 
 
 def descendants() -> list[int]:
@@ -208,7 +264,7 @@ def _die_with_us() -> None:
 _LIBC: Any = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
 
-def _what(code: int) -> str:
+def what_ended(code: int) -> str:
     if code < 0:
         with contextlib.suppress(ValueError):
             name = signal.Signals(-code).name

@@ -98,7 +98,7 @@ def _report(error: BaseException, rank: int, board: Board | None) -> None:
     if worker is not None:
         worker.fail(error)
     elif board is not None:
-        text = "".join(traceback.format_exception(process.trim(error)))
+        text = "failed:\n" + "".join(traceback.format_exception(process.trim(error)))
         board.set_state(rank, FAILED, text, code=1, secondary=isinstance(error, CollectiveError))
     if board is None:  # nobody will print it for us
         who = worker.place.name if worker is not None else f"worker {rank}"
@@ -130,6 +130,7 @@ def _run_inline(program: Callable[[], Any], size: int, board: Board | None) -> i
     if board is not None:
         for rank in range(size):
             board.enter(rank)
+        world.on_turn = board.set_turn
         threading.Thread(target=_watch_baton, args=(world, board), daemon=True).start()
     try:
         for rank, value in enumerate(world.run(program)):
@@ -140,7 +141,7 @@ def _run_inline(program: Callable[[], Any], size: int, board: Board | None) -> i
         return _exit_code(leave, 0, board)
     except WorkerError as error:
         if board is not None:
-            board.set_state(error.rank, FAILED, str(error), code=error.exit_code)
+            board.set_state(error.rank, FAILED, error.what, code=error.exit_code)
         else:
             print(error, file=sys.stderr)
         return error.exit_code
@@ -187,6 +188,8 @@ def _leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+    # From here on there is nothing left to unwind: SIGTERM may end us at once.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.exit(code)
 
 

@@ -1,0 +1,1 @@
+"""The `manyhands` command: one file per sub-command, each with `main(argv) -> exit code`."""

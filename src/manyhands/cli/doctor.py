@@ -1,0 +1,106 @@
+"""`manyhands doctor [--json]`: what works on this machine, in plain words."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+import time
+from typing import Any
+
+from manyhands import __version__
+from manyhands.engines.base import ENGINES
+from manyhands.engines.launch import count_gpus, launch
+from manyhands.errors import ManyhandsError
+
+PACKAGES = {
+    "torch": "pip install torch",
+    "gymnasium": "pip install gymnasium",
+    "ray": "pip install 'manyhands[ray]'",
+    "mpi4py": "pip install 'manyhands[mpi]'",
+    "envpool": "pip install 'manyhands[envpool]'",
+    "ale_py": "pip install 'manyhands[atari]'",
+    "mujoco": "pip install 'manyhands[mujoco]'",
+}
+_NEEDS = {"ray": "ray", "mpi": "mpi4py", "torch": "torch"}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="manyhands doctor",
+        description="Look at this machine and run a two-worker test of each engine found.",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--engine", choices=ENGINES, help="test this engine only")
+    options = parser.parse_args(argv)
+    say = (lambda *a: None) if options.json else print
+    facts: dict[str, Any] = {"machine": machine(), "packages": packages(), "engines": {}}
+    for name, value in facts["machine"].items():
+        say(f"{name:<10} {value}")
+    say()
+    for name, version in facts["packages"].items():
+        say(f"{name:<10} {version or 'not installed; type: ' + PACKAGES[name]}")
+    say()
+    for engine in [options.engine] if options.engine else ENGINES:
+        facts["engines"][engine] = result = examine(engine)
+        say(f"{engine:<10} {result['words']}")
+    if options.json:
+        print(json.dumps(facts, indent=2))
+    broken = [e for e, r in facts["engines"].items() if r["state"] == "broken"]
+    say()
+    say(f"broken: {', '.join(broken)}" if broken else "all engines that are installed work")
+    return 1 if broken else 0
+
+
+def machine() -> dict[str, str]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpus = count_gpus()
+    return {
+        "manyhands": __version__,
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "cores": str(os.cpu_count()),
+        "memory": f"{memory:.0f} GiB",
+        "gpus": str(gpus) if gpus else "none found (workers use the CPU)",
+    }
+
+
+def packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        there = importlib.util.find_spec(name) is not None
+        found[name] = importlib.metadata.version(name.replace("_", "-")) if there else ""
+    return found
+
+
+def examine(engine: str) -> dict[str, Any]:
+    """Start two workers on the engine and let them gather and average."""
+    package = _NEEDS.get(engine)
+    if package is not None and importlib.util.find_spec(package) is None:
+        return {"state": "missing", "words": f"not installed; type: {PACKAGES[package]}"}
+    start = time.perf_counter()
+    try:
+        answers = launch(probe, workers=2, engine=engine, timeout=30)
+    except ManyhandsError as error:
+        return {"state": "broken", "words": f"does not work: {error}"}
+    seconds = time.perf_counter() - start
+    if answers[0] != [[0.0, 1.0], 0.5]:
+        return {"state": "broken", "words": f"gives wrong answers: {answers[0]}"}
+    words = f"works: two workers met, gathered and averaged in {seconds:.1f} s"
+    return {"state": "works", "seconds": round(seconds, 2), "words": words}
+
+
+def probe() -> list[Any]:
+    """What each worker of the self-test does."""
+    from manyhands.parallel import Parallel
+
+    par = Parallel()
+    gathered = par.all_gather([float(par.rank)])[0]
+    return [list(map(float, gathered)), par.mean(float(par.rank))]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

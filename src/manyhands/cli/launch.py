@@ -1,0 +1,106 @@
+"""`manyhands launch -n N [--engine E] SCRIPT [ARGS ...]`"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
+from manyhands.engines.launch import Job, run
+from manyhands.engines.watch import Stopped
+
+EPILOG = """\
+In the script, `par = manyhands.Parallel()` finds its place; nothing else changes between engines:
+
+  local    processes on this machine, shared memory: the fastest here (default)
+  torch    torch.distributed: gloo, and nccl when each worker has a GPU
+  mpi      mpiexec with mpi4py            pip install 'manyhands[mpi]'
+  ray      Ray actors; --address joins a running cluster    pip install 'manyhands[ray]'
+  inline   all workers in one process, one at a time: deterministic, and pdb works
+
+examples:
+  manyhands launch -n 4 train.py --lr 3e-4
+  manyhands launch -n 2 --engine inline --timeout 0 train.py      step through it with pdb
+  mpiexec -n 4 python train.py      torchrun --nproc-per-node 4 train.py      (the same script)
+
+When a worker fails, all stop within seconds and the first traceback is shown with its worker.
+Ctrl-C stops all; a second Ctrl-C kills them.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="manyhands launch",
+        description="Run your own script on N workers.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument(
+        "-n",
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="number of workers (default: one for each core, %(default)s here)",
+    )
+    p.add_argument(
+        "--engine",
+        default="local",
+        metavar="E",
+        help=f"how they run and talk: {', '.join(ENGINES)} (default: local)",
+    )
+    p.add_argument(
+        "--timeout",
+        type=float,
+        default=DEFAULT_TIMEOUT,
+        metavar="SECONDS",
+        help="how long any wait for other workers may take, 0 for ever (default: %(default)g)",
+    )
+    p.add_argument(
+        "--threads",
+        type=int,
+        metavar="T",
+        help="torch and BLAS threads for each worker (default: 1; all cores for -n 1)",
+    )
+    p.add_argument(
+        "--gpus",
+        type=int,
+        metavar="G",
+        help="spread the workers over the first G GPUs (default: all there are)",
+    )
+    p.add_argument(
+        "--address",
+        default="",
+        metavar="HOST:PORT",
+        help="with --engine ray: join this cluster instead of starting one here",
+    )
+    p.add_argument(
+        "--debug-collectives",
+        action="store_true",
+        help="compare call sites and fingerprints across workers at each call",
+    )
+    p.add_argument("script", metavar="SCRIPT", help="a Python file")
+    p.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    options = parser().parse_args(argv)
+    job = Job(
+        workers=options.workers,
+        engine=options.engine,
+        script=options.script,
+        args=tuple(options.args),
+        timeout=options.timeout,
+        debug=options.debug_collectives,
+        gpus=options.gpus,
+        threads=options.threads,
+        address=options.address,
+    )
+    try:
+        run(job)
+    except Stopped as stopped:
+        print(f"\nmanyhands: {stopped}; all workers have ended", file=sys.stderr)
+        return 128 + stopped.number
+    return 0

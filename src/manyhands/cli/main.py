@@ -1,0 +1,64 @@
+"""`manyhands COMMAND ...`: find the command, run it, turn errors into one clear line."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+
+from manyhands import __version__
+from manyhands.errors import ConfigError, ManyhandsError, WorkerError
+
+COMMANDS = {
+    "launch": "run your own script on N workers",
+    "doctor": "say what works on this machine, with a two-worker test of each engine",
+    "support": "what runs on which engine",
+    "bench": "measure it on this machine",
+}
+
+HELP = """manyhands: run a reinforcement-learning job on everything you have
+
+usage: manyhands COMMAND [options]        manyhands COMMAND --help teaches each
+
+{commands}
+
+first steps:
+  manyhands doctor                                    does this machine have what it takes?
+  manyhands launch -n 4 train.py --lr 3e-4            your script, four workers
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes: 0 well, 1 a worker failed, 2 wrong use, 130 Ctrl-C, 143 SIGTERM."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help", "help"):
+        rows = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
+        print(HELP.format(commands=rows))
+        return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        print(f"manyhands {__version__}")
+        return 0
+    try:
+        return _run(words[0], words[1:])
+    except ManyhandsError as error:
+        print(f"manyhands: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, WorkerError) else 2
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`): nothing to say, and nobody to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+
+
+def _run(command: str, argv: list[str]) -> int:
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, 1)
+        hint = f"did you mean `manyhands {near[0]}`?" if near else "type: manyhands --help"
+        raise ConfigError(f"there is no command {command!r}; {hint}")
+    module = importlib.import_module(f"manyhands.cli.{command}")
+    code: int = module.main(argv)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Fixtures shared by all tests: the engines, and the proof that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+sys.path.insert(0, os.path.dirname(__file__))  # worker processes find `programs` by this path
+
+SHM = "/dev/shm"
+
+
+def engine_params(*engines: str) -> list[object]:
+    marks = {"mpi": [pytest.mark.mpi], "ray": [pytest.mark.ray]}
+    return [pytest.param(e, marks=marks.get(e, []), id=e) for e in engines]
+
+
+ALL_ENGINES = engine_params("inline", "local", "mpi", "ray", "torch")
+PROCESS_ENGINES = engine_params("local", "mpi", "ray", "torch")
+PART_ENGINES = engine_params("inline", "local", "ray")
+
+
+# Every process that a test starts inherits this mark, however far it runs away.
+MARK = f"MANYHANDS_TEST={os.getpid()}-{time.time_ns()}"
+os.environ["MANYHANDS_TEST"] = MARK.partition("=")[2]
+
+
+def ours() -> set[int]:
+    """Processes that carry our mark, but for this one and zombies."""
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            try:
+                with open(f"/proc/{entry}/environ", "rb") as file:
+                    if MARK.encode() in file.read():
+                        found.add(int(entry))
+            except OSError:
+                continue  # gone, or not ours to read
+    return found
+
+
+def listening(pids: set[int]) -> set[str]:
+    """TCP sockets on which any of these processes listens."""
+    inodes = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        if os.path.exists(table):
+            with open(table) as file:
+                rows = [line.split() for line in file.readlines()[1:]]
+            inodes |= {f"socket:[{row[9]}]": row[1] for row in rows if row[3] == "0A"}
+    found = set()
+    for pid in pids:
+        try:
+            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        except OSError:
+            continue
+        found |= {inodes[link] for link in links if link in inodes}
+    return found
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir(SHM)) if os.path.isdir(SHM) else set()
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """After the test: no process, no shared-memory file and no port that was not there before."""
+    ports, memory = listening({os.getpid()}), shared_memory()
+    yield
+    deadline = time.monotonic() + 3.0
+    while (ours() or shared_memory() - memory) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = ours()
+    assert not left, f"processes left: {[_command(pid) for pid in left]}"
+    assert not listening(left | {os.getpid()}) - ports
+    assert not shared_memory() - memory
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline") as file:
+            return f"{pid} {file.read()}".replace("\0", " ")
+    except OSError:
+        return str(pid)
