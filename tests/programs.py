@@ -12,6 +12,12 @@ from manyhands.engines.attach import attach
 from manyhands.errors import CollectiveError, ConfigError, WorkerError
 from manyhands.parallel import Parallel
 
+
+def suite(names: list[Any]) -> dict[str, Any]:
+    """Several programs one after the other in the same workers: one start for many tests."""
+    return {name: globals()[name](*args) for name, *args in names}
+
+
 # -- collectives -----------------------------------------------------------------------------------
 
 

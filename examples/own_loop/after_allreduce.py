@@ -30,7 +30,13 @@ par = Parallel()
 
 
 def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
-    layers = [nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)]
+    layers = [
+        nn.Linear(inputs, 64),
+        nn.Tanh(),
+        nn.Linear(64, 64),
+        nn.Tanh(),
+        nn.Linear(64, outputs),
+    ]
     for layer, scale in ((layers[0], 2**0.5), (layers[2], 2**0.5), (layers[4], gain)):
         nn.init.orthogonal_(layer.weight, scale)
         nn.init.zeros_(layer.bias)

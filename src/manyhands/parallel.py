@@ -318,7 +318,7 @@ class Parallel:
         data = np.frombuffer(wire.encode(state), dtype=np.uint8)
         (length,) = self.group.broadcast(np.array([data.size]))
         data = self.group.broadcast(data if self.is_main else np.zeros(length, np.uint8))
-        state = wire.decode(data)
+        state = wire.decode(data.data)
         optimiser.load_state_dict({**state, "state": dict(state["state"])})
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from manyhands.errors import ConfigError
-from manyhands.trees import Array, Tree, is_tensor
+from manyhands.trees import Tree, is_tensor
 
 _ALIGN = 64
 _MAX_DEPTH = 64
-Buffer = bytes | bytearray | memoryview | Array
+Buffer = bytes | bytearray | memoryview
 
 
 class Packed:
@@ -84,7 +84,7 @@ class Packed:
                 "tensors can"
             )
         flat = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-        self._buffers.append(memoryview(flat))
+        self._buffers.append(flat.data)
         return {"@array": len(self._buffers) - 1, "t": x.dtype.str, "s": list(x.shape), "k": kind}
 
 

@@ -19,7 +19,7 @@ from manyhands.engines import inline, process
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES, Place, Worker
 from manyhands.errors import ConfigError
 
-_MODULES = {"local": "local", "mpi": "mpi", "torch": "torch_distributed", "ray": "ray_core"}
+_MODULES = {"local": "local", "mpi": "mpi", "torch": "torch_distributed", "ray": "ray_worker"}
 
 
 def attach(timeout: float | None = None) -> Worker:

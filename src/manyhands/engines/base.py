@@ -12,6 +12,7 @@ Every wait has a deadline and names whom it waits for. Nothing here is ever unpi
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -20,6 +21,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from manyhands.errors import CollectiveError, SupportError
 from manyhands.trees import Array, Tree
@@ -86,6 +89,10 @@ class Roster:
         """What is known of that worker right now: ' (at train.py:8, heartbeat 0.1 s ago)'."""
         return ""
 
+    def is_there(self, rank: int) -> bool:
+        """Whether that worker still runs, as far as is known."""
+        return True
+
     def raise_if_gone(self, ranks: Sequence[int], doing: str) -> None:
         """CollectiveError when one of `ranks` can no longer come. Called while waiting."""
 
@@ -108,35 +115,25 @@ class Transport(ABC):
     rank: int
     size: int
     roster: Roster
+    timeout: float
 
     @abstractmethod
     def exchange(self, note: bytes) -> list[bytes]:
         """Every worker's note, by rank."""
 
+    @abstractmethod
     def reduce(self, note: bytes, arrays: list[Array], op: str, check: Check) -> list[Array]:
-        """Element-wise sum, max or min of flat arrays, in an order that never varies."""
-        check(self.exchange(note))
-        return self._reduce(arrays, op)
+        """Element-wise sum, max or min of flat arrays, added up in an order that never varies."""
 
+    @abstractmethod
     def broadcast(self, note: bytes, arrays: list[Array], root: int, check: Check) -> None:
         """Fill everybody's flat `arrays` in place with those of `root`."""
-        check(self.exchange(note))
-        self._broadcast(arrays, root)
 
+    @abstractmethod
     def gather(
         self, note: bytes, parts: list[Array], root: int | None, check: Check
     ) -> list[Array] | None:
         """Per leaf, the uint8 parts of all workers end to end: on `root`, or on all if None."""
-        return self._gather(parts, check(self.exchange(note)), root)
-
-    @abstractmethod
-    def _reduce(self, arrays: list[Array], op: str) -> list[Array]: ...
-
-    @abstractmethod
-    def _broadcast(self, arrays: list[Array], root: int) -> None: ...
-
-    @abstractmethod
-    def _gather(self, parts: list[Array], sizes: Sizes, root: int | None) -> list[Array] | None: ...
 
     @abstractmethod
     def split(self, members: Sequence[int]) -> Transport:
@@ -152,10 +149,59 @@ class Transport(ABC):
 
     def reduce_tensor(self, tensor: Any) -> None:
         """Sum a tensor over all workers, in place, on its own device."""
-        raise NotImplementedError
+        raise SupportError("this transport moves host memory only")
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of what this transport holds. Never waits for others; safe to call twice."""
+
+
+class TwoStepTransport(Transport):
+    """Notes first, then the data: for engines that cannot move both in one meeting."""
+
+    def reduce(self, note: bytes, arrays: list[Array], op: str, check: Check) -> list[Array]:
+        check(self.exchange(note))
+        return self._reduce(arrays, op)
+
+    def broadcast(self, note: bytes, arrays: list[Array], root: int, check: Check) -> None:
+        check(self.exchange(note))
+        self._broadcast(arrays, root)
+
+    def gather(
+        self, note: bytes, parts: list[Array], root: int | None, check: Check
+    ) -> list[Array] | None:
+        return self._gather(parts, check(self.exchange(note)), root)
+
+    @abstractmethod
+    def _reduce(self, arrays: list[Array], op: str) -> list[Array]: ...
+
+    @abstractmethod
+    def _broadcast(self, arrays: list[Array], root: int) -> None: ...
+
+    @abstractmethod
+    def _gather(self, parts: list[Array], sizes: Sizes, root: int | None) -> list[Array] | None: ...
+
+
+def add_up(parts: Sequence[Array] | Array, op: str) -> Array:
+    """Rank 0's with rank 1's, that with rank 2's, and so on: one order, so the same bits."""
+    if len(parts) == 1:
+        return parts[0].copy()
+    result: Array = _OPS[op](parts[0], parts[1])
+    for part in parts[2:]:
+        _OPS[op](result, part, out=result)
+    return result
+
+
+_OPS: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+def doing(note: bytes) -> str:
+    """`gather (call 12)`: what a note says its worker was doing."""
+    try:
+        call, number = json.loads(note)[:2]
+    except (ValueError, TypeError):
+        return "a collective call"
+    return f"{call} (call {number})" if isinstance(number, int) else str(call)
 
 
 class Channel(ABC):
@@ -240,7 +286,10 @@ class Worker(ABC):
     group: Group  # all workers together
 
     def channel(self, name: str, *, reader: int = 0, capacity: int = 8) -> Channel:
-        """The channel of that name; every worker names the same reader and capacity."""
+        """The channel of that name; each writer may have `capacity` trees waiting in it.
+
+        Every worker names the same reader and capacity.
+        """
         raise self._not_here("channels")
 
     def weights(self, name: str, *, writer: int = 0) -> WeightStore:
@@ -255,6 +304,7 @@ class Worker(ABC):
         """A handle on the object served under that name; waits for it to appear."""
         raise self._not_here("services")
 
+    @abstractmethod
     def close(self) -> None:
         """Leave: tell the others that no further call will come. Safe to call twice."""
 

@@ -1,112 +1,98 @@
 """Collectives over torch.distributed (c10d): gloo for host memory, nccl for GPU tensors.
 
-Used by the torch and ray engines. Each call begins with one all_gather of small frames of fixed
-size that hold everybody's note (and small payloads with it: one round trip instead of two). The
-lengths in the frames tell all workers alike whether a second round is needed.
-
-Nothing waits inside torch for longer than one slice: between slices the deadline, the board and
-Ctrl-C get their turn.
+Each call begins with one all_gather of small frames of fixed size that hold everybody's note (and
+a small payload with it). Their lengths tell all workers alike whether a second round is needed.
+Nothing waits inside torch for longer than a slice: then deadline, board and Ctrl-C get their turn.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import sys
 import time
-from collections.abc import Sequence
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from manyhands.engines.base import Check, Patience, Roster, Sizes, Transport
+from manyhands.engines.base import (
+    Check,
+    Patience,
+    Roster,
+    Sizes,
+    TwoStepTransport,
+    add_up,
+    doing,
+)
 from manyhands.engines.roster import BoardRoster
 from manyhands.engines.shared import RUNNING, Board
 from manyhands.errors import CollectiveError
 from manyhands.trees import Array
 
-_FRAME = 256  # bytes; a barrier, a scalar mean and most notes fit
+_FRAME = 256  # bytes, at the least; a barrier, a scalar mean and most notes fit
+_LARGE = 1 << 17  # bytes of all workers together up to which data travels beside the notes
 _HEAD = 8  # two 4-byte lengths: note, payload
 _SLICE = timedelta(seconds=0.05)
+_LINGER = 1.0  # seconds after which somebody who left in the middle of a call counts as gone
 _GRACE = 0.5  # seconds that the board gets to say who it was, once a connection is lost
-_SHOW_UP = 1.0  # seconds of waiting after which a worker without a board says that it waits
-_UFUNCS: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 # What gloo adds up itself. It has no int16, uint16, uint32, uint64, and its max and min lose NaN.
 _GLOO_SUMS = {"int8", "uint8", "int32", "int64", "float32", "float64", "complex64", "complex128"}
 
 
-def group_timeout(timeout: float) -> timedelta:
-    """What to give torch as the timeout of a process group: ours must always fire first."""
-    return timedelta(seconds=timeout + 60 if timeout > 0 else 10 * 365 * 86400)
+class C10dTransport(TwoStepTransport):
+    """Bytes between the workers of one process group (None for a group of one).
 
-
-class C10dTransport(Transport):
-    """Bytes between the workers of one process group.
-
-    Args:
-        process_group: a group with a gloo backend for CPU tensors; None for a group of one.
-        ranks: rank in torch's default group of each worker of this group, in order.
-        rank: this worker's rank in this group.
-        roster: the names of the workers of this group, by rank in it.
-        timeout: seconds that any call may take; 0 means for ever.
-        board: where all workers report, if they share a host; `ranks` are also ranks on it.
-        store: where workers that share no host say that they wait.
+    `ranks` are the members' ranks in torch's default group and on the board; `rank` is this
+    worker's place among them. The board is for workers on one host; without it, workers that have
+    waited for a while say so in the store. Without a store the group cannot be split.
     """
 
-    def __init__(
-        self,
-        process_group: Any,
-        ranks: Sequence[int],
-        rank: int,
-        roster: Roster,
-        timeout: float,
-        board: Board | None = None,
-        store: Any = None,
-    ) -> None:
-        self._group, self._ranks = process_group, list(ranks)
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int, roster: Roster,
+                 timeout: float, board: Board | None = None, store: Any = None,
+                 name: str = "") -> None:  # fmt: skip
+        self._group, self._ranks, self._name = group, list(ranks), name
         self.rank, self.size, self.roster = rank, len(self._ranks), roster
-        self._timeout, self._store = timeout, store
-        self._progress = _Progress(self._ranks, rank, board, store)
-        self._calls = 0
-        self._frame: Any = torch.zeros(_FRAME, dtype=torch.uint8)
-        self._frames: Any = torch.zeros(self.size, _FRAME, dtype=torch.uint8)
-        self._nccl = dist.is_nccl_available() and _has_nccl(process_group)
-
-    # -- the calls -----------------------------------------------------------------------------
+        self.timeout, self._store = timeout, store
+        self._progress = _Progress(self._ranks, rank, board, store, name)
+        self._calls, self._splits, self._doing = 0, 0, "no call yet"
+        # The frame of the next call, by what the last ones took: all saw the same lengths.
+        self._needed = deque([_FRAME], maxlen=16)
+        self._nccl = isinstance(group, dist.ProcessGroup) and has_nccl(group)
+        _OPEN.add(self)
 
     def exchange(self, note: bytes) -> list[bytes]:
         return [theirs for theirs, _ in self._swap(note, b"")]
 
     def reduce(self, note: bytes, arrays: list[Array], op: str, check: Check) -> list[Array]:
-        if _HEAD + len(note) + sum(a.nbytes for a in arrays) > _FRAME:
+        if len(arrays) != 1 or arrays[0].nbytes * self.size > _LARGE:
             return super().reduce(note, arrays, op, check)
-        swapped = self._swap(note, b"".join(a.tobytes() for a in arrays))
+        swapped = self._swap(note, arrays[0].tobytes())
         check([theirs for theirs, _ in swapped])
-        # WHY no further look: notes that agree mean equal shapes, so all payloads are laid alike.
-        return _fold([_cut(payload, arrays) for _, payload in swapped], op)
+        parts = [np.frombuffer(payload, arrays[0].dtype) for _, payload in swapped]
+        return [add_up(parts, op)]
 
     def _reduce(self, arrays: list[Array], op: str) -> list[Array]:
         results: list[Array] = [a.copy() for a in arrays]
         works = []
-        others = []
         for i, result in enumerate(results):
             if op == "sum" and result.dtype.name in _GLOO_SUMS:
-                works.append(self._start(dist.all_reduce, torch.from_numpy(result)))
+                works.append(self._start("allreduce", [torch.from_numpy(result)]))
             else:  # everybody gets all parts and folds them in order of rank
-                parts = torch.empty(self.size, result.nbytes, dtype=torch.uint8)
-                mine = _tensor(result.reshape(-1).view(np.uint8))
-                works.append(self._start(dist.all_gather, list(parts), mine))
-                others.append((i, parts))
+                rows = self._all_gather(result.view(np.uint8)).view(result.dtype)
+                results[i] = add_up(rows, op)
         self._finish(works)
-        for i, parts in others:
-            rows = [[row.view(results[i].dtype)] for row in parts.numpy()]
-            results[i] = _fold(rows, op)[0]
         return results
 
     def _broadcast(self, arrays: list[Array], root: int) -> None:
-        source = self._ranks[root]
-        self._finish([self._start(dist.broadcast, _tensor(a), source) for a in arrays if a.size])
+        self._finish([self._start("broadcast", _tensor(a), root) for a in arrays if a.size])
 
     def _gather(self, parts: list[Array], sizes: Sizes, root: int | None) -> list[Array] | None:
         receives = root is None or root == self.rank
@@ -130,113 +116,109 @@ class C10dTransport(Transport):
         send = [0] * self.size
         send[root] = lengths[self.rank]
         receive = lengths if root == self.rank else [0] * self.size
-        return self._start(
-            dist.all_to_all_single, torch.from_numpy(joined), _tensor(part), receive, send
-        )
+        return self._start("alltoall_base", torch.from_numpy(joined), _tensor(part), receive, send)
 
     def _everywhere(self, part: Array, lengths: list[int], joined: Array) -> list[Any]:
         """Each worker broadcasts its part from, and into, its place in the result."""
         ends = np.cumsum(lengths)
         joined[ends[self.rank] - lengths[self.rank] : ends[self.rank]] = part
         return [
-            self._start(dist.broadcast, torch.from_numpy(joined[end - n : end]), self._ranks[r])
+            self._start("broadcast", torch.from_numpy(joined[end - n : end]), r)
             for r, (n, end) in enumerate(zip(lengths, ends, strict=True))
             if n
         ]
 
     def split(self, members: Sequence[int]) -> C10dTransport:
         ranks = [self._ranks[m] for m in members]
+        rank = list(members).index(self.rank)
+        self._splits += 1
+        name = f"{self._name}/part{self._splits}.{ranks[0]}"  # parts of one split do not overlap
         group = None
         if len(ranks) > 1:
-            # WHY local: only the members meet, so that a part of a part can be split again.
-            group = dist.new_group(
-                ranks, timeout=group_timeout(self._timeout), use_local_synchronization=True
-            )
-        names = [self.roster.names[m] for m in members]
+            # WHY not dist.new_group: all workers of the run would have to call it, so that a part
+            # could not be split again. The price: tensors on a GPU go through host memory.
+            with recorded():
+                inside, limit = PrefixStore(name, self._store), group_timeout(self.timeout)
+                group = ProcessGroupGloo(inside, rank, len(ranks), limit)
+        roster = Roster([self.roster.names[m] for m in members])
         if isinstance(self.roster, BoardRoster):
-            worlds = [self.roster.members[m] for m in members]
-            roster: Roster = BoardRoster(self.roster.board, worlds, names)
-        else:
-            roster = Roster(names)
-        rank = ranks.index(self._ranks[self.rank])
+            roster = BoardRoster(self.roster.board, ranks, roster.names)
         board = self._progress.board
-        return C10dTransport(group, ranks, rank, roster, self._timeout, board, self._store)
+        return C10dTransport(group, ranks, rank, roster, self.timeout, board, self._store, name)
+
+    def close(self) -> None:
+        self._group = None
 
     def takes(self, tensor: Any) -> bool:
         return bool(self._nccl and tensor.is_cuda and tensor.is_floating_point())
 
     def reduce_tensor(self, tensor: Any) -> None:
-        work = self._start(dist.all_reduce, tensor)
-        patience = Patience(self._timeout)
+        self._progress.step()
+        work = self._start("allreduce", [tensor])
+        patience = Patience(self.timeout)
         # WHY poll: wait() of an nccl work only orders streams; a lost peer would show much later.
         while not work.is_completed():
             if patience.pause():
                 self._look_around(patience)
         work.wait()
 
-    # -- inside --------------------------------------------------------------------------------
-
     def _swap(self, note: bytes, payload: bytes) -> list[tuple[bytes, bytes]]:
         """Everybody's (note, payload), by rank. One round when all fit the frame, else two."""
         self._calls += 1
+        self._doing = doing(note)
         if self.size == 1:
             return [(note, payload)]
         mine = np.frombuffer(note + payload, np.uint8)
-        frame = self._frame.numpy()
+        # WHY fresh memory each time: a call that was given up may still write to its own.
+        room = max(self._needed)
+        frame = np.zeros(room, np.uint8)
         frame[:_HEAD].view(np.uint32)[:] = len(note), len(payload)
-        if mine.size <= _FRAME - _HEAD:
+        if mine.size <= room - _HEAD:
             frame[_HEAD : _HEAD + mine.size] = mine
-        self._finish([self._start(dist.all_gather, list(self._frames), self._frame)])
-        frames = self._frames.numpy()
-        heads = frames[:, :_HEAD].copy().view(np.uint32).astype(int)
+        bodies = self._all_gather(frame)
+        heads = bodies[:, :_HEAD].copy().view(np.uint32).astype(int)
         longest = int(heads.sum(axis=1).max())
-        bodies = frames[:, _HEAD:]
-        if longest > _FRAME - _HEAD:
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded.numpy()[: mine.size] = mine
-            rows = torch.empty(self.size, longest, dtype=torch.uint8)
-            self._finish([self._start(dist.all_gather, list(rows), padded)])
-            bodies = rows.numpy()
+        needed = max(_FRAME, _HEAD + longest)
+        self._needed.append(needed if needed * self.size <= 2 * _LARGE else _FRAME)
+        if needed > room:
+            bodies = self._all_gather(np.pad(mine, (_HEAD, longest - mine.size)))
         return [
-            (body[:n].tobytes(), body[n : n + m].tobytes())
+            (body[_HEAD : _HEAD + n].tobytes(), body[_HEAD + n : _HEAD + n + m].tobytes())
             for body, (n, m) in zip(bodies, heads, strict=True)
         ]
 
-    def _start(self, operation: Any, *args: Any) -> Any:
+    def _all_gather(self, mine: Array) -> Array:
+        """Everybody's bytes, as many on each, one row a worker."""
+        rows = torch.empty(self.size, mine.nbytes, dtype=torch.uint8)
+        self._finish([self._start("allgather", [list(rows)], [torch.from_numpy(mine)])])
+        return rows.numpy()
+
+    def _start(self, operation: str, *args: Any) -> Any:
+        if self._group is None:
+            raise CollectiveError(f"{self._doing}: this worker has left its group")
         try:
-            return operation(*args, group=self._group, async_op=True)
-        except (RuntimeError, ValueError) as error:
+            return getattr(self._group, operation)(*args)
+        except RuntimeError as error:
             raise self._lost(error) from None
 
     def _finish(self, works: list[Any]) -> None:
         """Wait for all of them; CollectiveError at the deadline or when somebody is gone."""
         self._progress.step()
-        patience = Patience(self._timeout)
+        patience = Patience(self.timeout)
         for work in works:
-            while True:
-                try:
-                    work.wait(_SLICE)
-                    break
-                except RuntimeError as error:
-                    if work.is_completed() and "Operation timed out" not in str(error):
-                        raise self._lost(error) from None
+            while (fault := _wait_a_slice(work)) is not None:
+                if work.is_completed() and "Operation timed out" not in str(fault):
+                    raise self._lost(fault)
                 self._look_around(patience)
-
-    @property
-    def _doing(self) -> str:
-        return f"collective call {self._calls}"
 
     def _look_around(self, patience: Patience) -> None:
         """Between two slices of a wait: is somebody gone, or the time over?"""
-        if patience.waited > _SHOW_UP:
-            self._progress.tell()
-        self._raise_if_gone()
+        self._progress.tell()
+        self._raise_if_gone(_LINGER)
         if patience.over:
-            self._progress.tell()
-            late = self._progress.behind() or self._progress.others
-            raise self.roster.late(late, self._doing, patience.waited)
+            raise self.roster.late(self._progress.late(), self._doing, patience.waited)
 
-    def _raise_if_gone(self) -> None:
+    def _raise_if_gone(self, linger: float) -> None:
         behind = self._progress.behind()
         try:
             self.roster.raise_if_gone(behind, self._doing)
@@ -244,27 +226,32 @@ class C10dTransport(Transport):
             # WHY look again: who came in between and then finished has done his part.
             if self._progress.behind() == behind:
                 raise
-        dead = [r for r in behind if self._progress.dead(r)]
-        if dead:
-            raise CollectiveError(
-                f"{self._doing}: {', '.join(self.roster.name(r) for r in dead)} died "
-                "(its process is gone)"
-            )
+        for r in self._progress.others:
+            if self._progress.dead(r):
+                raise CollectiveError(f"{self._doing}: {self.roster.name(r)} died without a word")
+        self.roster.raise_if_gone(self._progress.left(linger), self._doing)
 
-    def _lost(self, error: Exception) -> CollectiveError:
+    def _lost(self, fault: RuntimeError) -> CollectiveError:
         """A connection broke: say whose, if that can be known."""
         patience = Patience(_GRACE)
-        self._progress.step()  # everybody who did not come to this very moment is a candidate
-        while not patience.over:
-            try:
-                self._raise_if_gone()
-            except CollectiveError as known:
-                return known
-            time.sleep(0.01)
-        candidates = self._progress.behind() or self._progress.others
-        who = ", ".join(self.roster.name(r) for r in candidates)
-        first_line = str(error).strip().split("\n", 1)[0]
-        return CollectiveError(f"{self._doing}: lost the connection to one of {who} ({first_line})")
+        try:
+            while not patience.over:
+                self._raise_if_gone(_LINGER)
+                time.sleep(0.01)
+            self._raise_if_gone(0.0)
+        except CollectiveError as known:
+            return known
+        who = ", ".join(self.roster.name(r) for r in self._progress.late())
+        reason = str(fault).split("] ", 1)[-1].split(". ")[0].strip()  # gloo's own, less its source
+        return CollectiveError(f"{self._doing}: lost the connection to one of: {who} ({reason})")
+
+
+def _wait_a_slice(work: Any) -> RuntimeError | None:
+    try:
+        work.wait(_SLICE)
+    except RuntimeError as fault:
+        return fault.with_traceback(None)
+    return None
 
 
 class _Progress:
@@ -274,26 +261,42 @@ class _Progress:
     a while says so in the store; who has not said so is taken to be behind.
     """
 
-    def __init__(self, ranks: list[int], rank: int, board: Board | None, store: Any) -> None:
-        self.board = board if len(ranks) > 1 else None
+    def __init__(self, ranks: list[int], rank: int, board: Any, store: Any, name: str) -> None:
+        self.board: Board | None = board
         self.others = [r for r in range(len(ranks)) if r != rank]
         self._ranks, self._rank, self._store = ranks, rank, store
-        self._key = "-".join(map(str, ranks))  # groups of one worker count their own steps
-        self._step = 0
-        self._told = 0
+        self._name = name  # a worker's groups count their steps apart
+        self._step = self._told = 0
 
     def step(self) -> None:
         self._step += 1
         if self.board is not None:
-            self.board.set_text(self._ranks[self._rank], "call", f"{self._step}:{self._key}")
+            self.board.set_text(self._ranks[self._rank], "call", f"{self._step}:{self._name}")
 
     def tell(self) -> None:
         if self.board is None and self._store is not None and self._told < self._step:
             self._told = self._step
-            self._store.set(self._store_key(self._rank), str(self._step))
+            with contextlib.suppress(RuntimeError):  # the store's holder is gone; gloo will say so
+                self._store.set(f"waits{self._name}/{self._rank}", str(self._step))
 
     def behind(self) -> list[int]:
+        """Who has not come to this step, by the board; without one it may be anybody."""
+        if self.board is None:
+            return self.others
         return [r for r in self.others if self._step_of(r) < self._step]
+
+    def late(self) -> list[int]:
+        """Whom to name when the time is over."""
+        return [r for r in self.others if self._step_of(r) < self._step] or self.others
+
+    def left(self, seconds: float) -> list[int]:
+        """Who has failed or finished that long ago; those who failed come first."""
+        if self.board is None:
+            return []
+        state = {r: self.board.state(self._ranks[r]) for r in self.others}
+        before = time.monotonic_ns() - seconds * 1e9
+        old = [r for r in self.others if self.board.since(self._ranks[r]) <= before]
+        return sorted([r for r in old if state[r] > RUNNING], key=lambda r: -state[r])
 
     def dead(self, rank: int) -> bool:
         """Whether that worker's process has ended without a word."""
@@ -303,31 +306,25 @@ class _Progress:
 
     def _step_of(self, rank: int) -> int:
         if self.board is not None:
-            step, _, key = self.board.text(self._ranks[rank], "call").partition(":")
-            return int(step) if key == self._key else 0
-        return 0
-
-    def _store_key(self, rank: int) -> str:
-        return f"manyhands/waits/{self._key}/{rank}"
+            step, _, name = self.board.text(self._ranks[rank], "call").partition(":")
+            return int(step or 0) if name == self._name else 0
+        key = f"waits{self._name}/{rank}"
+        try:
+            return int(self._store.get(key)) if self._store and self._store.check([key]) else 0
+        except RuntimeError:  # the store is gone, with the worker that held it
+            self._store = None
+            return 0
 
 
 def _alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        with open(f"/proc/{pid}/stat") as stat:  # a zombie answers signals too
+        with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[-1].split()[0] not in ("Z", "X")
-    except OSError:
-        return True
+    except (FileNotFoundError, ProcessLookupError):
+        return not os.path.exists("/proc/self")  # without /proc nothing can be said
 
 
-def _has_nccl(group: Any) -> bool:
-    if group is None or not torch.cuda.is_available():
-        return False
+def has_nccl(group: Any) -> bool:
     return "nccl" in str(dist.get_backend_config(group))
 
 
@@ -336,19 +333,72 @@ def _tensor(array: Array) -> Any:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def _cut(payload: bytes, like: list[Array]) -> list[Array]:
-    """The arrays that lie end to end in a payload."""
-    out, at = [], 0
-    for a in like:
-        out.append(np.frombuffer(payload, a.dtype, a.size, at))
-        at += a.nbytes
-    return out
+_OPEN: weakref.WeakSet[C10dTransport] = weakref.WeakSet()
+_SOCKETS: dict[int, str] = {}  # file descriptor -> identity of each connection that gloo made
 
 
-def _fold(everyone: list[list[Array]], op: str) -> list[Array]:
-    """Reduce the arrays of all workers, in order of rank."""
-    results = [a.copy() for a in everyone[0]]
-    for theirs in everyone[1:]:
-        for result, array in zip(results, theirs, strict=True):
-            _UFUNCS[op](result, array, out=result)
-    return results
+def wrap_ddp(module: torch.nn.Module, device: Any) -> torch.nn.Module:
+    """CRUCIAL: call the wrapper, never its `.module`: that skips the averaging without a word."""
+    on_gpu = [device] if torch.device(device).type == "cuda" else None
+    return torch.nn.parallel.DistributedDataParallel(module, device_ids=on_gpu)
+
+
+def group_timeout(timeout: float) -> timedelta:
+    """What to give torch as the timeout of a process group: ours must always fire first."""
+    return timedelta(seconds=timeout + 60 if timeout > 0 else 10 * 365 * 86400)
+
+
+def init_process_group(rank: int, size: int, store: Any, timeout: float, *,
+                       gpu: int | None = None, one_host: bool = False) -> Any:  # fmt: skip
+    """A process group of all workers, who call this at the same time with a store all can reach.
+
+    With `gpu` (this worker's own; None on all unless every worker has one) it has nccl too. When
+    all are on `one_host`, gloo listens on the loopback only.
+    """
+    if one_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    backend = "gloo" if gpu is None else "cpu:gloo,cuda:nccl"
+    limit = group_timeout(timeout)
+    with recorded():
+        if dist.is_initialized():
+            # WHY one of our own: the script's calls on its group and ours must not mix.
+            return dist.new_group(backend=backend, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    return dist.group.WORLD
+
+
+def leave_process_group(group: Any) -> None:
+    """Let go of a process group and its parts at once, whatever still runs on it.
+
+    WHY cut the connections first: gloo has no abort, and its destructor waits for operations that
+    nobody will ever complete. A cut connection ends them, here and on the other side.
+    """
+    for fd, identity in _connections().items():
+        if _SOCKETS.get(fd) == identity:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)  # OSError: already cut by the peer
+    _SOCKETS.clear()
+    for transport in list(_OPEN):
+        transport.close()  # gloo's threads must end before the interpreter does
+    if dist.is_initialized():
+        if has_nccl(group):
+            group.abort()  # never waits for kernels that a lost peer keeps from ending
+        dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """Remember the connections made in this block as gloo's, for `leave_process_group`."""
+    before = _connections()
+    yield
+    _SOCKETS.update({fd: who for fd, who in _connections().items() if before.get(fd) != who})
+
+
+def _connections() -> dict[int, str]:
+    """Descriptor and identity of every socket of this process (Linux; empty elsewhere)."""
+    names = os.listdir("/proc/self/fd") if sys.platform.startswith("linux") else []
+    found = {int(n): os.path.realpath(f"/proc/self/fd/{n}") for n in names}
+    return {fd: who for fd, who in found.items() if "socket:" in who}

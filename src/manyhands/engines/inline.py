@@ -14,14 +14,11 @@ import random
 import sys
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from manyhands import wire
 from manyhands.engines.base import (
     Channel,
     Place,
@@ -29,15 +26,18 @@ from manyhands.engines.base import (
     Service,
     Sizes,
     Transport,
+    TwoStepTransport,
     WeightStore,
     Worker,
+    add_up,
+    doing,
 )
 from manyhands.engines.group import Group
+from manyhands.engines.inline_parts import InlineChannel, InlineService, InlineWeights
 from manyhands.engines.process import trim
 from manyhands.errors import CollectiveError, ConfigError, ManyhandsError, WorkerError
-from manyhands.trees import Array, Tree
+from manyhands.trees import Array
 
-_OPS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 _HERE = threading.local()
 
 
@@ -68,8 +68,8 @@ class World:
         self.on_turn: Callable[[int], None] = lambda rank: None
         self.failures: list[tuple[int, BaseException]] = []
         self.boards: dict[tuple[int, ...], _Meeting] = {}
-        self.channels: dict[str, _InlineChannel] = {}
-        self.stores: dict[str, _InlineWeights] = {}
+        self.channels: dict[str, InlineChannel] = {}
+        self.stores: dict[str, InlineWeights] = {}
         self.services: dict[str, tuple[int, object]] = {}
         self._gates = [threading.Semaphore(0) for _ in range(size)]
         self._waits: list[_Wait | None] = [None] * size
@@ -232,10 +232,10 @@ class InlineWorker(Worker):
         self.group = Group(InlineTransport(world, rank, range(n)))
 
     def channel(self, name: str, *, reader: int = 0, capacity: int = 8) -> Channel:
-        return _InlineChannel(self, name, reader, capacity)
+        return InlineChannel(self, name, reader, capacity)
 
     def weights(self, name: str, *, writer: int = 0) -> WeightStore:
-        return _InlineWeights(self, name, writer)
+        return InlineWeights(self, name, writer)
 
     def serve(self, name: str, target: object) -> None:
         if name in self.world.services:
@@ -245,7 +245,10 @@ class InlineWorker(Worker):
     def service(self, name: str, timeout: float | None = None) -> Service:
         limit = self.timeout if timeout is None else timeout
         self.wait(lambda: name in self.world.services, f"service {name!r}", "its offer", limit)
-        return _InlineService(self, name)
+        return InlineService(self, name)
+
+    def close(self) -> None:
+        pass  # a thread that returns has left
 
     def wait(self, ready: Callable[[], bool], doing: str, on: str, timeout: float) -> None:
         self.world.wait_until(self.place.rank, ready, doing, on, timeout)
@@ -262,15 +265,18 @@ class _Meeting:
         self.taken: dict[int, int] = {}
 
 
-class InlineTransport(Transport):
+class InlineTransport(TwoStepTransport):
     def __init__(self, world: World, world_rank: int, members: Sequence[int]) -> None:
         self._world, self._me, self._members = world, world_rank, tuple(members)
         self.rank, self.size = self._members.index(world_rank), len(self._members)
         self.roster = Roster([f"worker {m} of {world.size} (inline)" for m in self._members])
         self._meeting = world.boards.setdefault(self._members, _Meeting())
         self._call = 0
+        self._doing = ""
+        self.timeout = world.timeout
 
     def exchange(self, note: bytes) -> list[bytes]:
+        self._doing = doing(note)
         return self._meet(note)
 
     def _meet(self, mine: Any) -> list[Any]:
@@ -281,9 +287,9 @@ class InlineTransport(Transport):
         self._world.wait_until(
             self._me,
             lambda: len(laid) == self.size,
-            f"collective call {call + 1}",
+            self._doing,
             ", ".join(missing),
-            self._world.timeout,
+            self.timeout,
         )
         self._meeting.taken[call] = self._meeting.taken.get(call, 0) + 1
         if self._meeting.taken[call] == self.size:
@@ -292,11 +298,7 @@ class InlineTransport(Transport):
 
     def _reduce(self, arrays: list[Array], op: str) -> list[Array]:
         everyone = self._meet([a.copy() for a in arrays])
-        results = [a.copy() for a in everyone[0]]
-        for theirs in everyone[1:]:
-            for result, array in zip(results, theirs, strict=True):
-                _OPS[op](result, array, out=result)
-        return results
+        return [add_up(parts, op) for parts in zip(*everyone, strict=True)]
 
     def _broadcast(self, arrays: list[Array], root: int) -> None:
         sent = self._meet([a.copy() for a in arrays] if self.rank == root else None)[root]
@@ -312,99 +314,5 @@ class InlineTransport(Transport):
     def split(self, members: Sequence[int]) -> Transport:
         return InlineTransport(self._world, self._me, [self._members[m] for m in members])
 
-
-# -- the other parts -------------------------------------------------------------------------------
-
-
-class _InlineChannel(Channel):
-    """All handles of one name share the queue; what is put is encoded, so that it is a copy."""
-
-    def __init__(self, worker: InlineWorker, name: str, reader: int, capacity: int) -> None:
-        self._worker, self._name, self._reader = worker, name, reader
-        first = worker.world.channels.setdefault(name, self)
-        if first is self:
-            self._queue: deque[bytearray] = deque()
-            self._capacity = capacity
-        self._first = first
-
-    def put(self, tree: Tree, timeout: float | None = None) -> None:
-        first = self._first
-        self._worker.wait(
-            lambda: len(first._queue) < first._capacity,
-            f"channel {self._name!r}: put",
-            f"room (the reader is worker {self._reader})",
-            self._worker.timeout if timeout is None else timeout,
-        )
-        first._queue.append(wire.encode(tree))
-
-    def get(self, timeout: float | None = None) -> Tree:
-        first = self._first
-        self._worker.wait(
-            lambda: bool(first._queue),
-            f"channel {self._name!r}: get",
-            "something to read",
-            self._worker.timeout if timeout is None else timeout,
-        )
-        return wire.decode(first._queue.popleft())
-
-    def __len__(self) -> int:
-        return len(self._first._queue)
-
-
-class _InlineWeights(WeightStore):
-    def __init__(self, worker: InlineWorker, name: str, writer: int) -> None:
-        self._worker, self._name, self._writer = worker, name, writer
-        self._first = worker.world.stores.setdefault(name, self)
-        self._version, self._data = 0, b""
-
-    def publish(self, tree: Tree) -> int:
-        if self._worker.place.rank != self._writer:
-            raise ConfigError(f"weights {self._name!r}: only worker {self._writer} publishes")
-        self._first._data = bytes(wire.encode(tree))
-        self._first._version += 1
-        return self._first._version
-
-    def pull(self, newer_than: int = 0, timeout: float | None = None) -> tuple[int, Tree] | None:
-        first = self._first
-        if timeout is not None:
-            self._worker.wait(
-                lambda: first._version > newer_than,
-                f"weights {self._name!r}: pull",
-                f"version {newer_than + 1} from worker {self._writer}",
-                timeout,
-            )
-        if first._version <= newer_than:
-            return None
-        return first._version, wire.decode(first._data)
-
-
-class _InlineService(Service):
-    def __init__(self, worker: InlineWorker, name: str) -> None:
-        self._worker, self._key, self.timeout = worker, name, worker.timeout
-        self._rank, self._target = worker.world.services[name]
-        self.name = f"service {name!r} of worker {self._rank}"
-
-    def call_async(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        # WHY encode both ways: the same copies, and the same refusals, as between processes.
-        given, named = wire.decode(wire.encode([list(args), kwargs]))
-        try:
-            value = invoke(self._target, method, given, named)
-            future.set_result(wire.decode(wire.encode(value)))
-        except Exception as error:
-            future.set_exception(remote_error(self.name, method, error))
-        return future
-
-
-def invoke(target: object, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a public method by name; anything else is refused."""
-    function = None if method.startswith("_") else getattr(target, method, None)
-    if not callable(function):
-        offered = [m for m in dir(target) if not m.startswith("_") and callable(getattr(target, m))]
-        raise ConfigError(f"no method {method!r} is served; there are: {', '.join(offered)}")
-    return function(*args, **kwargs)
-
-
-def remote_error(name: str, method: str, error: BaseException) -> WorkerError:
-    text = "".join(traceback.format_exception(error)).rstrip()
-    return WorkerError(f"{name}: {method} failed: {type(error).__name__}: {error}\n{text}")
+    def close(self) -> None:
+        pass  # nothing is held but memory

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from manyhands import wire
 from manyhands.engines import calls, inline
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
 from manyhands.engines.shared import Board, Segment
-from manyhands.engines.watch import Supervisor, label, what_ended
+from manyhands.engines.watch import FirstToGo, Stopped, Supervisor, label, what_ended
 from manyhands.errors import ConfigError, SupportError, needs
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -212,7 +213,7 @@ def _start_inline(job: Job, env: dict[str, str], supervisor: Supervisor) -> None
 
 
 def _start_mpi(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
-    banner = _MpiBanner()
+    banner = _MpiBanner(FirstToGo(supervisor.board))
     child = supervisor.start(
         [_mpiexec(), "-n", str(job.workers), *_command(job)],
         env,
@@ -227,7 +228,8 @@ def _start_mpi(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
 class _MpiBanner:
     """mpiexec announces a death in a banner of its own: kept back, and said in our words."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: FirstToGo) -> None:
+        self._first = first
         self._lines: list[bytes] = []
         self.ready: Callable[[], None] = lambda: None
 
@@ -238,14 +240,15 @@ class _MpiBanner:
         return line
 
     def explain(self, code: int, board: Board) -> tuple[int, str]:
-        """Which worker it was, by the process id that the banner names."""
+        """Which worker it was: the first to go, else the one whose process the banner names."""
         self.ready()
         banner = b"".join(self._lines).decode(errors="replace")
         pid = re.search(r"PID (\d+)", banner)
         number = re.search(r"signal (\d+)", banner)
-        ranks = [r for r in range(board.workers) if pid and board.pid(r) == int(pid.group(1))]
+        named = [r for r in range(board.workers) if pid and board.pid(r) == int(pid.group(1))]
         text = what_ended(-int(number.group(1)) if number else code)
-        return (ranks[0] if ranks else 0), text
+        first = self._first.rank
+        return first if first is not None else named[0] if named else 0, text
 
 
 def _mpiexec() -> str:
@@ -268,20 +271,20 @@ def _run_ray(job: Job) -> list[Any]:
     board = Board(job.workers)
     env = {k: v for k, v in _environment(job, board).items() if k.startswith("MANYHANDS_")}
     env |= {name: str(job.threads or threads_per_worker(job.workers)) for name in _THREADS}
-    return ray_core.run(
-        workers=job.workers,
-        run_worker="manyhands.engines.worker:run_payload",
-        payload={
-            "script": os.path.abspath(job.script) if job.script else "",
-            "args": list(job.args),
-            "call": job.call,
-            "path": [p for p in sys.path if p],
-            "folder": os.getcwd(),
-        },
-        timeout=job.timeout,
-        env=env,
-        address=job.address,
-    )
+    script = os.path.abspath(job.script) if job.script else ""
+    try:
+        return ray_core.run(
+            workers=job.workers,
+            run_worker="manyhands.engines.worker:run_payload",
+            payload={"script": script, "args": list(job.args), "call": job.call},
+            timeout=job.timeout,
+            env=env,
+            address=job.address,
+        )
+    except KeyboardInterrupt:
+        raise Stopped(signal.SIGINT) from None
+    except SystemExit:  # Ray's own answer to SIGTERM
+        raise Stopped(signal.SIGTERM) from None
 
 
 def _result(segment: Segment) -> Any:

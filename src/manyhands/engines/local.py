@@ -31,24 +31,31 @@ from manyhands.engines.base import (
     Transport,
     WeightStore,
     Worker,
+    add_up,
+    doing,
 )
 from manyhands.engines.group import Group
 from manyhands.engines.local_parts import LocalChannel, LocalWeights
 from manyhands.engines.process import ProcessWorker, open_board, wake_precisely
 from manyhands.engines.roster import BoardRoster
-from manyhands.engines.shared import Board, Segment, fence
+from manyhands.engines.shared import Board, ResultPool, Segment, fence
 from manyhands.engines.sockets import Server, SocketService
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
 
-_OPS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 _NOTE_ROOM = 4096
 _WORDS = 64
 _AREA = _WORDS * 8 + 2 * _NOTE_ROOM
-# words of an area: the call number, then for each of the two slots where it is and what it holds
-_CALL, _PID, _SLOT = 0, 1, 2
+# words of an area: the call number, the process, the last call it has read; then, for each of the
+# two slots, where it is and what it holds
+_CALL, _PID, _READ, _SLOT = 0, 1, 2, 3
 _FD, _GENERATION, _SIZE, _NOTE, _FIELDS = 0, 1, 2, 3, 4
 _SPLIT_WORK_BYTES = 1 << 18  # above this, adding up is shared out among the workers
+
+
+_OPEN: weakref.WeakSet[LocalTransport] = weakref.WeakSet()  # this worker's transports
+_LINGER_SECONDS = 2.0  # for others to read the last call
+_DRAIN_SECONDS = 10.0  # for a reader to take what was put
 
 
 def control_size(members: int) -> int:
@@ -75,11 +82,14 @@ class LocalWorker(ProcessWorker):
         control = Segment(address=os.environ["MANYHANDS_CONTROL"])
         self.group = Group(LocalTransport(control, place.rank, place.size, self._roster, timeout))
         self._server: Server | None = None
+        self._channels: list[LocalChannel] = []
 
     def channel(self, name: str, *, reader: int = 0, capacity: int = 8) -> Channel:
-        return LocalChannel(
+        channel = LocalChannel(
             self._board, self._roster, self.place.rank, name, reader, capacity, self.timeout
         )
+        self._channels.append(channel)
+        return channel
 
     def weights(self, name: str, *, writer: int = 0) -> WeightStore:
         return LocalWeights(self._board, self._roster, self.place.rank, name, writer, self.timeout)
@@ -104,10 +114,23 @@ class LocalWorker(ProcessWorker):
             self._roster.raise_if_gone([], f"service {name!r}")
 
     def close(self) -> None:
+        if self._left:
+            return
+        for channel in self._channels:
+            channel.drain(min(self.timeout or _DRAIN_SECONDS, _DRAIN_SECONDS))
+        self._linger()
+        super().close()
+
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        self._linger()
+
+    def _linger(self) -> None:
         if self._server is not None:
             self._server.close()
             self._server = None
-        super().close()
+        for transport in list(_OPEN):
+            transport.linger(_LINGER_SECONDS)
 
 
 class LocalTransport(Transport):
@@ -120,22 +143,43 @@ class LocalTransport(Transport):
         self._bases = [r * _AREA // 8 for r in range(size)]
         self._others = [r for r in range(size) if r != rank]
         self._call = 0
+        self._note_now = b""
         self._own: list[Segment | None] = [None, None]
         self._seen: dict[tuple[int, int], tuple[int, Segment]] = {}
         self._results = ResultPool()
         self._mapped: OrderedDict[str, Segment] = OrderedDict()
         self._words[self._bases[rank] + _PID] = os.getpid()
+        _OPEN.add(self)
 
     # -- meeting -------------------------------------------------------------------------------
 
     def exchange(self, note: bytes) -> list[bytes]:
         self._post(note, [])
-        self._meet("exchange")
-        return [self._note(r) for r in range(self.size)]
+        self._meet()
+        notes = self._notes()
+        self._done()
+        return notes
+
+    def _done(self) -> None:
+        """This worker has read what the others laid down: they may leave."""
+        self._words[self._bases[self.rank] + _READ] = self._call
+
+    def linger(self, seconds: float) -> None:
+        """Before leaving: let the others read what this worker laid down in its last call.
+
+        WHY: its slots are reached through this process, and go with it.
+        """
+        patience = Patience(seconds)
+        while not patience.over:
+            reading = [r for r in self._others if self._words[self._bases[r] + _READ] < self._call]
+            if not any(self.roster.is_there(r) for r in reading):
+                return
+            patience.pause()
 
     def _post(self, note: bytes, data: list[Array]) -> int:
         """Lay down note and data for the next call; returns where the data starts in the slot."""
         self._call += 1
+        self._note_now = note if data or note[:1] == b"[" else self._note_now
         which = self._call & 1
         base = self._bases[self.rank] + _SLOT + which * _FIELDS
         start = 0 if len(note) <= _NOTE_ROOM else _round(len(note))
@@ -169,7 +213,7 @@ class LocalTransport(Transport):
             self._words[base + _GENERATION] += 1
         return slot
 
-    def _meet(self, doing: str) -> None:
+    def _meet(self) -> None:
         """Wait until all others have come to this call."""
         words, call, bases = self._words, self._call, self._bases
         waiting = [r for r in self._others if words[bases[r] + _CALL] < call]
@@ -179,10 +223,13 @@ class LocalTransport(Transport):
                 slept = patience.pause()
                 waiting = [r for r in waiting if words[bases[r] + _CALL] < call]
                 if slept and waiting:
-                    self.roster.raise_if_gone(waiting, doing)
+                    self.roster.raise_if_gone(waiting, doing(self._note_now))
                     if patience.over:
-                        raise self.roster.late(waiting, doing, patience.waited)
+                        raise self.roster.late(waiting, doing(self._note_now), patience.waited)
         fence()
+
+    def _notes(self) -> list[bytes]:
+        return [self._note(r) for r in range(self.size)]
 
     def _note(self, rank: int) -> bytes:
         which = self._call & 1
@@ -204,26 +251,26 @@ class LocalTransport(Transport):
         known = self._seen.get((rank, which))
         if known is None or known[0] != generation:
             pid = self._words[self._bases[rank] + _PID]
-            segment = Segment(address=Segment.address_of(pid, self._words[base + _FD]))
-            known = self._seen[(rank, which)] = (generation, segment)
+            address = Segment.address_of(pid, self._words[base + _FD])
+            known = self._seen[(rank, which)] = (generation, self._reach(address, rank))
         return known[1]
 
     # -- collectives ---------------------------------------------------------------------------
 
     def reduce(self, note: bytes, arrays: list[Array], op: str, check: Check) -> list[Array]:
         start = self._post(note, arrays)
-        self._meet(op)
-        notes = [self._note(r) for r in range(self.size)]
-        check(notes)
+        self._meet()
+        check(self._notes())
         results = []
         for a in arrays:
             parts = [self._read(r, start, a) for r in range(self.size)]
             shared = a.nbytes >= _SPLIT_WORK_BYTES and self.size > 1
-            results.append(None if shared else _add_up(parts, op))
+            results.append(None if shared else add_up(parts, op))
             start += _round(a.nbytes)
         big = [i for i, r in enumerate(results) if r is None]
         if big:
             self._reduce_together(arrays, results, big, note, op)
+        self._done()
         return results  # type: ignore[return-value]
 
     def _reduce_together(
@@ -237,9 +284,9 @@ class LocalTransport(Transport):
             cut = _shares(arrays[i].size, self.size)
             here = slice(cut[self.rank], cut[self.rank + 1])
             parts = [self._read(r, int(starts[i]), arrays[i])[here] for r in range(self.size)]
-            mine.append(_add_up(parts, op))
+            mine.append(add_up(parts, op))
         self._post(b"", mine)
-        self._meet(op)
+        self._meet()
         for i in big:
             results[i] = self._results.take(arrays[i].nbytes)[1].view(arrays[i].dtype)
         for r in range(self.size):
@@ -260,12 +307,13 @@ class LocalTransport(Transport):
 
     def broadcast(self, note: bytes, arrays: list[Array], root: int, check: Check) -> None:
         start = self._post(note, arrays if self.rank == root else [])
-        self._meet("broadcast")
-        check([self._note(r) for r in range(self.size)])
+        self._meet()
+        check(self._notes())
         if self.rank != root:
             for a in arrays:
                 a[:] = self._read(root, start, a)
                 start += _round(a.nbytes)
+        self._done()
 
     def gather(
         self, note: bytes, parts: list[Array], root: int | None, check: Check
@@ -273,8 +321,8 @@ class LocalTransport(Transport):
         if root is None:
             return self._all_gather(note, parts, check)
         self._post(note, [])
-        self._meet("gather")
-        sizes = check([self._note(r) for r in range(self.size)])
+        self._meet()
+        sizes = check(self._notes())
         starts = _starts(sizes)
         total = starts[-1]
         result: Array | None = None
@@ -284,21 +332,22 @@ class LocalTransport(Transport):
         self._post(segment.address.encode() if segment is not None else b"", [])
         # CRUCIAL: wait for all, not only for the root: the next post uses the slot of the first
         # note again, which a slower worker may still be reading.
-        self._meet("gather")
-        target = self._open(self._note(root).decode()).bytes if result is None else result
+        self._meet()
+        target = self._open(self._note(root).decode(), root).bytes if result is None else result
         for leaf, part in enumerate(parts):
             at = starts[leaf] + sum(sizes[r][leaf] for r in range(self.rank))
             target[at : at + part.nbytes] = part
         self._post(b"", [])
+        self._done()
         if result is None:
             return None
-        self._meet("gather")
+        self._meet()
         return _leaves(result, sizes, starts)
 
     def _all_gather(self, note: bytes, parts: list[Array], check: Check) -> list[Array]:
         self._post(note, parts)
-        self._meet("all_gather")
-        sizes = check([self._note(r) for r in range(self.size)])
+        self._meet()
+        sizes = check(self._notes())
         starts = _starts(sizes)
         result = self._results.take(starts[-1])[1]
         for rank in range(self.size):
@@ -309,6 +358,7 @@ class LocalTransport(Transport):
                 if nbytes:
                     result[to : to + nbytes] = self._slot_of(rank).bytes[at : at + nbytes]
                 at += _round(nbytes)
+        self._done()
         return _leaves(result, sizes, starts)
 
     def split(self, members: Sequence[int]) -> Transport:
@@ -316,7 +366,7 @@ class LocalTransport(Transport):
         control = Segment(control_size(len(members))) if leads else None
         told = self.exchange(control.address.encode() if control is not None else b"")
         if control is None:
-            control = Segment(address=told[members[0]].decode())
+            control = self._reach(told[members[0]].decode(), members[0])
         self.exchange(b"")  # the leader may not go away before all have opened it
         roster: Roster = self.roster
         if isinstance(roster, BoardRoster):
@@ -329,61 +379,29 @@ class LocalTransport(Transport):
             control, list(members).index(self.rank), len(members), roster, self.timeout
         )
 
-    def _open(self, address: str) -> Segment:
+    def _reach(self, address: str, rank: int) -> Segment:
+        try:
+            return Segment(address=address)
+        except OSError:
+            self.roster.raise_if_gone([rank], doing(self._note_now))
+            raise
+
+    def _open(self, address: str, rank: int) -> Segment:
         """A result segment of another worker; the last few stay mapped."""
         if address not in self._mapped:
-            self._mapped[address] = Segment(address=address)
+            self._mapped[address] = self._reach(address, rank)
             if len(self._mapped) > 16:
                 self._mapped.popitem(last=False)
         self._mapped.move_to_end(address)
         return self._mapped[address]
 
-    # WHY not used: this engine joins note and data in one meeting, in the public methods above.
-    def _reduce(self, arrays: list[Array], op: str) -> list[Array]:
-        raise NotImplementedError
-
-    def _broadcast(self, arrays: list[Array], root: int) -> None:
-        raise NotImplementedError
-
-    def _gather(self, parts: list[Array], sizes: Sizes, root: int | None) -> list[Array] | None:
-        raise NotImplementedError
-
-
-class ResultPool:
-    """Shared memory for results, used again once the last array on it is gone.
-
-    WHY: the first touch of fresh memory costs many times the copy itself (25 times where this was
-    measured); a training loop gathers the same sizes again and again.
-    """
-
-    KEEP = 8
-
-    def __init__(self) -> None:
-        self._free: list[Segment] = []
-
-    def take(self, nbytes: int) -> tuple[Segment, Array]:
-        fitting = [s for s in self._free if nbytes <= s.size <= 4 * nbytes + (1 << 16)]
-        if fitting:
-            segment = min(fitting, key=lambda s: s.size)
-            self._free.remove(segment)
-        else:
-            segment = Segment(max(nbytes + nbytes // 8, 4096))
-        array = segment.fresh_view(nbytes)
-        # The memory comes back when the array, and every view of it, has been dropped.
-        weakref.finalize(array, self._give_back, segment).atexit = False
-        return segment, array
-
-    def _give_back(self, segment: Segment) -> None:
-        self._free.append(segment)
-        if len(self._free) > self.KEEP:
-            self._free.pop(0).close()
-
-
-def _add_up(parts: list[Array], op: str) -> Array:
-    result = _OPS[op](parts[0], parts[1]) if len(parts) > 1 else parts[0].copy()
-    for part in parts[2:]:
-        _OPS[op](result, part, out=result)
-    return result
+    def close(self) -> None:
+        for slot in self._own:
+            if slot is not None:
+                slot.close()
+        self._own = [None, None]
+        self._seen.clear()
+        self._mapped.clear()
 
 
 def _shares(n: int, workers: int) -> list[int]:

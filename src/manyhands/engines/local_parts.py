@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -155,6 +156,19 @@ class LocalChannel(Channel):
     def __len__(self) -> int:
         return sum(ring.waiting for ring in self._writers())
 
+    def drain(self, seconds: float) -> None:
+        """Before this writer leaves: let the reader take what is still in its memory."""
+        patience = Patience(seconds)
+        ring = self._mine
+        while ring is not None and ring.waiting and self._roster.is_there(self._reader):
+            if patience.over:
+                print(
+                    f"manyhands: channel {self._name!r}: {ring.waiting} trees were never read",
+                    file=sys.stderr,
+                )
+                return
+            patience.pause()
+
     def _ring(self) -> _Ring:
         if self._mine is None:
             segment = Segment(_Ring.size(self._capacity))
@@ -190,29 +204,24 @@ class LocalWeights(WeightStore):
     ) -> None:
         self._board, self._roster, self._rank, self._timeout = board, roster, rank, timeout
         self._name, self._writer, self._key = name, writer, f"weights/{name}"
-        self._words: memoryview | None = None
-        self._segment: Segment | None = None
-        self._slots: _Slots | None = None
+        self._held: _Held | None = None
 
     def publish(self, tree: Tree) -> int:
         if self._rank != self._writer:
             raise ConfigError(f"weights {self._name!r}: only worker {self._writer} publishes")
-        if self._words is None:
-            self._hold(Segment((self._SLOTS + 2 * _Slots.FIELDS) * 8))
-            assert self._words is not None
-            assert self._segment is not None
-            self._words[self._PID] = self._board.pid(self._rank)
+        if self._held is None:
+            self._held = _Held(Segment((self._SLOTS + 2 * _Slots.FIELDS) * 8), self)
+            self._held.words[self._PID] = self._board.pid(self._rank)
             fence()
-            self._board.set_note(self._rank, self._key, self._segment.address)
-        assert self._words is not None
-        assert self._slots is not None
-        version = int(self._words[self._VERSION]) + 1
+            self._board.set_note(self._rank, self._key, self._held.segment.address)
+        words, slots = self._held.words, self._held.slots
+        version = int(words[self._VERSION]) + 1
         packed = wire.Packed(tree)
-        self._words[self._WRITING] = version
+        words[self._WRITING] = version
         fence()
-        self._slots.write(version & 1, packed)
+        slots.write(version & 1, packed)
         fence()
-        self._words[self._VERSION] = version
+        words[self._VERSION] = version
         return version
 
     def pull(self, newer_than: int = 0, timeout: float | None = None) -> tuple[int, Tree] | None:
@@ -228,25 +237,28 @@ class LocalWeights(WeightStore):
             version = self._version()
             if version <= newer_than:
                 return None
-            assert self._words is not None
-            assert self._slots is not None
+            assert self._held is not None
+            words, slots = self._held.words, self._held.slots
             fence()
-            data = bytes(self._slots.read(version & 1))
+            data = bytes(slots.read(version & 1))
             fence()
             # The buffer is written again by version + 2: good only if that has not begun.
-            if int(self._words[self._WRITING]) <= version + 1:
+            if int(words[self._WRITING]) <= version + 1:
                 return version, wire.decode(data)
 
     def _version(self) -> int:
-        if self._words is None:
+        if self._held is None:
             address = self._board.notes(self._writer).get(self._key)
             if not address:
                 return 0
-            self._hold(Segment(address=str(address)))
-        assert self._words is not None
-        return int(self._words[self._VERSION])
+            self._held = _Held(Segment(address=str(address)), self)
+        return int(self._held.words[self._VERSION])
 
-    def _hold(self, segment: Segment) -> None:
-        self._segment = segment
-        self._words = segment.view.cast("Q")
-        self._slots = _Slots(self._words, self._SLOTS, self._PID)
+
+class _Held:
+    """The header of a weight store, made or opened."""
+
+    def __init__(self, segment: Segment, store: LocalWeights) -> None:
+        self.segment = segment
+        self.words = segment.view.cast("Q")
+        self.slots = _Slots(self.words, store._SLOTS, store._PID)

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from manyhands.engines.base import Roster
-from manyhands.engines.shared import DEAD, DONE, FAILED, RUNNING, Board
+from manyhands.engines.shared import DEAD, DONE, EMPTY, FAILED, RUNNING, Board
 from manyhands.errors import CollectiveError
 
 _BEAT_SECONDS = 0.5
@@ -30,7 +30,7 @@ class BoardRoster(Roster):
 
     def status(self, rank: int) -> str:
         world = self.members[rank]
-        if self.board.state(world) != RUNNING:
+        if self.board.state(world) == EMPTY:
             return ", which has not come to `Parallel()` yet"
         age = self.board.beat_age(world)
         where = self.board.text(world, "where")
@@ -38,6 +38,9 @@ class BoardRoster(Roster):
         if age > 4 * _BEAT_SECONDS:
             return f", silent for {age:.1f} s (stopped, or stuck in native code){place}"
         return f", alive{place}"
+
+    def is_there(self, rank: int) -> bool:
+        return self.board.state(self.members[rank]) == RUNNING and not self.board.aborted
 
     def raise_if_gone(self, ranks: Sequence[int], doing: str) -> None:
         reason = self.board.aborted

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -199,6 +200,42 @@ class Supervisor:
                 child.process.poll()
             _reap_orphans({c.process.pid for c in self.children})
             time.sleep(POLL_SECONDS)
+
+
+class FirstToGo:
+    """Notices which worker ended first, where the processes are not our own children.
+
+    WHY: mpiexec kills the rest within a millisecond and names any of them. The kernel wakes us for
+    the first one.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self.rank: int | None = None
+        if hasattr(os, "pidfd_open"):
+            threading.Thread(target=self._watch, args=(board,), daemon=True).start()
+
+    def _watch(self, board: Board) -> None:
+        poll = select.poll()
+        known: dict[int, int] = {}  # file descriptor of a process -> rank
+        while self.rank is None:
+            for rank in range(board.workers):
+                pid = board.pid(rank)
+                if pid and rank not in known.values():
+                    try:
+                        fd = os.pidfd_open(pid)
+                    except OSError:  # it ended before we could look
+                        self.rank = rank
+                        return
+                    known[fd] = rank
+                    poll.register(fd, select.POLLIN)
+            for fd, _ in poll.poll(10):
+                poll.unregister(fd)
+                rank = known[fd]
+                if board.state(rank) in (EMPTY, RUNNING):  # it did not say good-bye
+                    self.rank = rank
+                    break
+        for fd in known:
+            os.close(fd)
 
 
 def label(rank: int) -> LineFilter:

@@ -44,15 +44,8 @@ def run_job(script: str, args: list[str], call: str) -> Any:
 
 
 def run_payload(payload: dict[str, Any]) -> Any:
-    """The job inside a Ray actor; the driver has no other way to say it than plain data."""
-    sys.path[:0] = [p for p in payload["path"] if p not in sys.path]
-    os.chdir(payload["folder"])
-    try:
-        return run_job(payload["script"], payload["args"], payload["call"])
-    except SystemExit as leave:
-        if leave.code not in (None, 0):
-            raise WorkerError(f"left with exit code {leave.code}") from None
-        return None
+    """The job inside a Ray actor, which gets it as plain data."""
+    return run_job(payload["script"], payload["args"], payload["call"])
 
 
 def main() -> NoReturn:
@@ -73,7 +66,7 @@ def main() -> NoReturn:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # pdb wants it
         _leave(_run_inline(program, place.size, board))
     if board is not None:
-        board.set_text(place.rank, "host", place.host)
+        board.arrive(place.rank)
     _leave(_run_one(program, place.rank, board))
 
 

@@ -26,6 +26,7 @@ import gymnasium
 import numpy as np
 
 from manyhands import seeding
+from manyhands.envs.episode_seeds import EpisodeSeeds
 from manyhands.envs.spaces import (
     ActionMap,
     Array,
@@ -42,7 +43,7 @@ class Episode(NamedTuple):
     """A finished episode. `env.reset(seed=seed)` and the same actions play it again."""
 
     env: int
-    index: int  # how many episodes this sub-environment had begun before
+    number: int  # how many episodes this sub-environment had begun before
     total_return: float  # of the environment's own rewards, whatever the learner is given
     length: int
     seed: int | None  # None: the library went on with its own generator; see `VectorAdapter`
@@ -57,7 +58,7 @@ class Final(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """One row of a rollout. Give views into your own [T, B] storage and they are filled in place."""
+    """One row of a rollout. Give views into your own [T, B] storage: they are filled in place."""
 
     obs: Obs  # [B, ...] to act on next
     reward: Array  # [B] float32
@@ -115,9 +116,11 @@ class VecAdapter(ABC):
         self.worker = worker
         self.action_space.seed(seeding.integer(self.seed, "action", worker))
         self._finite = FiniteCheck(observation_space, num_envs) if check_finite else None
+        self._seed_of = [EpisodeSeeds(self.seed, worker, i) for i in range(num_envs)]
         self._begun = [0] * num_envs  # episodes begun; the next one's index
         self._seeds: list[int | None] = [None] * num_envs  # of the running episodes
-        self._lengths = [0] * num_envs  # steps of the running episodes
+        self._clock = 0  # calls of step()
+        self._starts = [0] * num_envs  # the clock when the running episodes began
         self._returns = [0.0] * num_envs
         self._running = False
 
@@ -164,18 +167,21 @@ class VecAdapter(ABC):
         return np.asarray(raw - start if np.any(start != 0) else raw)
 
     def _episode_seed(self, env: int) -> int:
-        return seeding.integer(self.seed, "env", self.worker, env, self._begun[env])
+        return self._seed_of[env](self._begun[env])
 
     def _begin(self, env: int, seed: int | None) -> None:
         self._begun[env] += 1
         self._seeds[env] = seed
-        self._lengths[env] = 0
+        self._starts[env] = self._clock
         self._returns[env] = 0.0
+
+    def _length(self, env: int) -> int:
+        return self._clock - self._starts[env]
 
     def _end(self, env: int) -> Episode:
         """The record of the episode that has just ended in `env`."""
         return Episode(
-            env, self._begun[env] - 1, self._returns[env], self._lengths[env], self._seeds[env]
+            env, self._begun[env] - 1, self._returns[env], self._length(env), self._seeds[env]
         )
 
     def _sent(self, actions: Array) -> Array:
@@ -188,8 +194,8 @@ class VecAdapter(ABC):
         return sent
 
     def _check_row(self, obs: Obs) -> None:
-        if self._finite is not None and (env := self._finite.bad_row(obs)) is not None:
-            raise self._not_finite("an observation", env)
+        if self._finite is not None and not self._finite.holds(obs):
+            raise self._not_finite("an observation", self._finite.bad_row(obs))
 
     def _not_finite(self, what: str, env: int) -> WorkerError:
         return WorkerError(
@@ -201,6 +207,6 @@ class VecAdapter(ABC):
 
     def _where(self, env: int) -> str:
         return (
-            f"env {env} (episode {self._begun[env] - 1}, step {self._lengths[env]}, "
+            f"env {env} (episode {self._begun[env] - 1}, step {self._length(env)}, "
             f"seed {self._seeds[env]})"
         )

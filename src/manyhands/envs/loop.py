@@ -18,9 +18,10 @@ from manyhands.envs.adapter import Final, Step, VecAdapter
 from manyhands.envs.spaces import (
     Array,
     BoxActions,
+    DictRows,
+    FiniteCheck,
     Obs,
     copy_single,
-    row_writer,
     shape_fault,
     zeros,
 )
@@ -75,17 +76,18 @@ class EnvLoop(VecAdapter):
         self._episode_seeds = episode_seeds
         self._reward_clip = reward_clip
         self._steps = [env.step for env in self.envs]  # bound once: one lookup less per step
-        self._write = row_writer(self.observation_space)
-        # WHY: for plain arrays `obs[i] = o` in the loop itself saves a call per env step.
+        self._finite_one = FiniteCheck(self.observation_space, 1)
+        self._numbers = range(self.num_envs)
         self._plain = not isinstance(self.observation_space, gymnasium.spaces.Dict)
 
     def reset(self, out: Obs | None = None) -> Obs:
         obs = zeros(self.observation_space, (self.num_envs,)) if out is None else out
+        rows = obs if self._plain else DictRows(obs)
         for i in range(self.num_envs):
             value = self._reset_one(i, seeded=self._episode_seeds or not self._running)
             if fault := shape_fault(self.observation_space, value):
                 raise ConfigError(f"env {i}: reset() gave an observation whose {fault}")
-            self._write(obs, i, value)
+            rows[i] = value
         self._running = True
         self._check_row(obs)
         return obs
@@ -97,29 +99,26 @@ class EnvLoop(VecAdapter):
         row.truncated.fill(False)
         row.valid.fill(True)
         row.finals, row.episodes = [], []
-        obs, write, plain = row.obs, self._write, self._plain
-        returns, lengths = self._returns, self._lengths
+        rows = row.obs if self._plain else DictRows(row.obs)
+        returns = self._returns
+        self._clock += 1
         rewards: list[float] = []
         i = -1
         try:
-            for i, (env_step, action) in enumerate(zip(self._steps, sent, strict=True)):
+            for i, env_step, action in zip(self._numbers, self._steps, sent, strict=True):
                 value, reward, terminated, truncated, _ = env_step(action)
                 rewards.append(reward)
                 returns[i] += reward
-                lengths[i] += 1
                 if terminated or truncated:
                     row.terminated[i] = terminated
                     row.truncated[i] = truncated
                     value = self._finish(i, value, row)
-                if plain:
-                    obs[i] = value
-                else:
-                    write(obs, i, value)
+                rows[i] = value
         except Exception as error:
             self._annotate(error, i, sent)
             raise
         self._store_rewards(rewards, row)
-        self._check_row(obs)
+        self._check_row(row.obs)
         return row
 
     def close(self) -> None:
@@ -155,8 +154,7 @@ class EnvLoop(VecAdapter):
     def _check_final(self, i: int, final: Obs) -> None:
         if self._finite is None:
             return
-        parts = final.values() if isinstance(final, dict) else (final,)
-        if not all(np.isfinite(part).all() for part in parts):
+        if not self._finite_one.holds(final):
             raise self._not_finite("the last observation", i)
 
     def _annotate(self, error: Exception, i: int, sent: Array) -> None:

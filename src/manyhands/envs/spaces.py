@@ -76,21 +76,15 @@ def zeros(space: gymnasium.Space[Any], leading: tuple[int, ...]) -> Obs:
     return np.zeros(leading + tuple(space.shape or ()), dtype=space.dtype)
 
 
-def row_writer(space: gymnasium.Space[Any]) -> Callable[[Obs, int, Any], None]:
-    """The quickest way to put one sub-environment's observation into row i of a batch."""
-    if isinstance(space, spaces.Dict):
-        keys = tuple(space.spaces)
+class DictRows:
+    """Makes `rows[i] = observation` work for a batch of Dict observations."""
 
-        def write_dict(batch: Obs, i: int, value: Any) -> None:
-            for key in keys:
-                batch[key][i] = value[key]
+    def __init__(self, batch: dict[str, Array]) -> None:
+        self._parts = list(batch.items())
 
-        return write_dict
-
-    def write(batch: Obs, i: int, value: Any) -> None:
-        batch[i] = value
-
-    return write
+    def __setitem__(self, i: int, observation: Any) -> None:
+        for key, part in self._parts:
+            part[i] = observation[key]
 
 
 def take_row(batch: Obs, i: int) -> Obs:
@@ -128,24 +122,29 @@ class FiniteCheck:
     answers exactly, at a quarter of the cost of `np.isfinite(x).all()`, and cannot overflow.
     """
 
-    def __init__(self, space: gymnasium.Space[Any], num_envs: int) -> None:
-        parts = space.spaces if isinstance(space, spaces.Dict) else {"": space}
-        self._zeros: list[tuple[str, Array]] = [
-            (key, np.zeros(num_envs * int(np.prod(part.shape)), dtype=part.dtype))
+    def __init__(self, space: gymnasium.Space[Any], rows: int) -> None:
+        self._is_dict = isinstance(space, spaces.Dict)
+        parts = space.spaces if self._is_dict else {"": space}
+        self._zeros: dict[str, Array] = {
+            key: np.zeros(rows * int(np.prod(part.shape)), dtype=part.dtype)
             for key, part in parts.items()
             if part.dtype is not None and part.dtype.kind == "f"
-        ]
-        self._is_dict = isinstance(space, spaces.Dict)
+        }
+        self._plain_zeros = self._zeros.get("") if not self._is_dict else None
 
-    def bad_row(self, batch: Obs) -> int | None:
-        """The first row with a NaN or an infinity, or None."""
-        for key, nil in self._zeros:
-            part = batch[key] if self._is_dict else batch
-            if part.reshape(-1).dot(nil) == 0:
-                continue
-            finite = np.isfinite(part).reshape(len(part), -1).all(axis=1)
-            return int(np.argmin(finite))
-        return None
+    def holds(self, batch: Obs) -> bool:
+        """Whether every number of the batch is finite."""
+        if self._plain_zeros is not None:
+            return bool(batch.reshape(-1).dot(self._plain_zeros) == 0)
+        if not self._is_dict:
+            return True
+        return all(batch[key].reshape(-1).dot(nil) == 0 for key, nil in self._zeros.items())
+
+    def bad_row(self, batch: Obs) -> int:
+        """The first row with a NaN or an infinity, once `holds` has said no."""
+        parts = [batch[key] if self._is_dict else batch for key in self._zeros]
+        finite = [np.isfinite(part).reshape(len(part), -1).all(axis=1) for part in parts]
+        return int(np.argmin(np.logical_and.reduce(finite)))
 
 
 class ActionMap:
@@ -166,6 +165,7 @@ class ActionMap:
         self._shape: tuple[int, ...] = tuple(space.shape or ())
         self._dtype = space.dtype
         self._start: Any = getattr(space, "start", 0)
+        self._convert: Callable[[Array], Array]
         if isinstance(space, spaces.Box):
             self._convert = self._box_conversion(space, box_actions)
         elif np.any(self._start != 0):
@@ -187,7 +187,7 @@ class ActionMap:
         return actions.astype(self._dtype, copy=False)
 
     def _shifted(self, actions: Array) -> Array:
-        return (actions + self._start).astype(self._dtype, copy=False)
+        return np.asarray(actions + self._start, dtype=self._dtype)
 
     def _box_conversion(self, space: spaces.Box, how: BoxActions) -> Callable[[Array], Array]:
         low, high = space.low, space.high

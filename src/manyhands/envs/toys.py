@@ -22,10 +22,9 @@ from gymnasium import spaces
 from manyhands.errors import ConfigError
 
 Result = tuple[Any, float, bool, bool, dict[str, Any]]
-_Env = gymnasium.Env
 
 
-class TimeLimit(_Env[Any, Any]):
+class TimeLimit(gymnasium.Env):  # type: ignore[misc]
     """Nothing but a time limit. The true value is 1 / (1 - gamma) in every state.
 
     Whoever takes truncation for termination learns a value that falls to 1 at the end; whoever
@@ -61,7 +60,7 @@ _IDENTITY_SPACES: dict[str, Any] = {
 }
 
 
-class Identity(_Env[Any, Any]):
+class Identity(gymnasium.Env):  # type: ignore[misc]
     """Repeat what you see. Reward 1 for an equal action; in a box, minus the mean distance."""
 
     def __init__(self, kind: str = "discrete", length: int = 16) -> None:
@@ -91,8 +90,8 @@ class Identity(_Env[Any, Any]):
         return self._shown, reward, False, self._steps >= self.length, {}
 
 
-class Delayed(_Env[Any, Any]):
-    """A corridor: go right `length` times. The only reward, 1, comes with the end; left ends it at 0."""
+class Delayed(gymnasium.Env):  # type: ignore[misc]
+    """A corridor: go right `length` times for the only reward, 1, at its end. Left ends it at 0."""
 
     def __init__(self, length: int = 5) -> None:
         self.length = length
@@ -118,7 +117,7 @@ class Delayed(_Env[Any, Any]):
         return seen
 
 
-class Counter(_Env[Any, Any]):
+class Counter(gymnasium.Env):  # type: ignore[misc]
     """Transitions that say where they come from: observation (seed, episode since, step).
 
     The length of an episode, and whether it is terminated, truncated or both, are drawn from the
@@ -160,7 +159,7 @@ class Counter(_Env[Any, Any]):
         return {"all": seen, "step": np.int64(self._step)} if self.as_dict else seen
 
 
-class NotANumber(_Env[Any, Any]):
+class NotANumber(gymnasium.Env):  # type: ignore[misc]
     """Sound for `after` steps of an episode, then NaN (or infinity) where asked."""
 
     def __init__(
@@ -188,7 +187,7 @@ class NotANumber(_Env[Any, Any]):
         return observation, self.value if bad and self.where == "reward" else 0.0, False, False, {}
 
 
-class Sleep(_Env[Any, Any]):
+class Sleep(gymnasium.Env):  # type: ignore[misc]
     """Costs `seconds` a step, as a slow simulator does, and uses no processor while it waits."""
 
     def __init__(self, seconds: float = 0.001, limit: int = 100) -> None:

@@ -16,18 +16,17 @@ from typing import Any, Literal
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
-from manyhands import seeding
 from manyhands.envs.adapter import Final, Step, VecAdapter
-from manyhands.envs.spaces import Array, BoxActions, Obs, take_row
+from manyhands.envs.spaces import Array, BoxActions, Obs, copy_single, take_row
 from manyhands.errors import ConfigError
 
-SeedStyle = Literal["list", "array", "int"]
+SeedStyle = Literal["list", "array", "int", "at_creation"]
 
 _MODES = ("NextStep", "SameStep", "Disabled")
 
 
 def autoreset_mode(env: VectorEnv) -> str:
-    """ "NextStep", "SameStep" or "Disabled"; an env that does not say is NextStep (Gymnasium 1.0)."""
+    """NextStep, SameStep or Disabled; an env that does not say is NextStep (Gymnasium 1.0)."""
     declared = (env.metadata or {}).get("autoreset_mode", "NextStep")
     mode = str(getattr(declared, "value", declared))
     if mode not in _MODES:
@@ -43,7 +42,8 @@ class VectorAdapter(VecAdapter):
         episode_seeds: for DISABLED envs that take a list of seeds: seed every episode from the
             tree (default), or only the first.
         seed_style: how `env.reset` takes seeds: a "list" or an "array" of one per sub-env, or one
-            "int"; None finds out (Gymnasium's own take a list; for others one int is safe).
+            "int", or none at all because they were given "at_creation"; None finds out
+            (Gymnasium's own take a list; for others one int is safe).
         reward_clip: give the learner rewards cut to ±reward_clip; returns stay the true ones.
     """
 
@@ -73,12 +73,14 @@ class VectorAdapter(VecAdapter):
         self._seed_style: SeedStyle = seed_style or _seed_style(env)
         self._episode_seeds = episode_seeds
         self._reward_clip = reward_clip
+        self._keys = list(getattr(self.observation_space, "spaces", {}))  # of a Dict space
         self._ended = np.zeros(env.num_envs, dtype=np.bool_)  # NextStep: the next call resets
         self._totals = np.zeros(env.num_envs)  # float64 [B]: returns of the running episodes
 
     def reset(self, out: Obs | None = None) -> Obs:
         seeds: list[int | None] = [None] * self.num_envs
-        if self._episode_seeds or not self._running:
+        again = self._running
+        if not again or (self._episode_seeds and self._seed_style != "at_creation"):
             seeds = [self._episode_seed(i) for i in range(self.num_envs)]
         given, _ = self.env.reset(seed=self._seed_argument(seeds))
         for i in range(self.num_envs):
@@ -119,14 +121,14 @@ class VectorAdapter(VecAdapter):
 
     def _count(self, reward: Array, valid: Array) -> None:
         """Statistics are our own: Gymnasium's wrapper has lost steps in some modes and versions."""
+        self._clock += 1
+        if not valid.all():
+            for i in np.flatnonzero(~valid).tolist():  # the reset happened in this call
+                self._begin(i, None)
+                self._totals[i] = 0.0
+        self._totals += reward
         if self._finite is not None and not np.isfinite(reward).all():
             raise self._not_finite("a reward", int(np.argmin(np.isfinite(reward))))
-        for i in np.flatnonzero(~valid):  # the reset happened in this call
-            self._begin(int(i), None)
-            self._totals[i] = 0.0
-        self._totals += reward
-        for i in np.flatnonzero(valid):
-            self._lengths[i] += 1
 
     def _finish(self, ended: Array, info: dict[str, Any], row: Step) -> None:
         for i in map(int, ended):
@@ -150,8 +152,10 @@ class VectorAdapter(VecAdapter):
                 "the vector env declares SAME_STEP autoreset but gives no info['final_obs'] at the "
                 "end of an episode: truncated episodes cannot be bootstrapped. Use NEXT_STEP"
             )
-        # An object array of observations, one array for all (ALE), or a dict of arrays (Dict spaces).
-        return take_row(final, i)
+        # An object array of observations (Dict ones too), one array for all (ALE), or, from
+        # other makers, a dict of arrays.
+        single = {k: final[k][i] for k in self._keys} if isinstance(final, dict) else final[i]
+        return copy_single(self.observation_space, single)
 
     def _reset_ended(self, ended: Array, row: Step) -> None:
         mask = np.zeros(self.num_envs, dtype=np.bool_)
@@ -164,25 +168,25 @@ class VectorAdapter(VecAdapter):
         obs, _ = self.env.reset(seed=argument, options={"reset_mask": mask})
         for i in map(int, ended):
             self._begin(i, seeds[i])
-        _copy_into(row.obs, obs)
+        _copy_into(row.obs, obs, ended)
 
     def _seed_argument(self, seeds: list[int | None]) -> Any:
-        if seeds[0] is None:
+        if seeds[0] is None or self._seed_style == "at_creation":
             return None
         if self._seed_style == "list":
             return seeds
         if self._seed_style == "array":
             return np.array(seeds)
-        return seeding.integer(self.seed, "env", self.worker)
+        return seeds[0]
 
 
 def _seed_style(env: VectorEnv) -> SeedStyle:
     return "list" if isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) else "int"
 
 
-def _copy_into(target: Obs, source: Obs) -> None:
+def _copy_into(target: Obs, source: Obs, rows: Any = ...) -> None:
     if isinstance(target, dict):
         for key, part in target.items():
-            part[...] = source[key]
+            part[rows] = source[key][rows]
     else:
-        target[...] = source
+        target[rows] = source[rows]

@@ -225,10 +225,8 @@ def line_search(
             after, kl = agreed()
             improvement = after - before
             needed = accept_ratio * expected_improvement * fraction
-            # Every comparison with a nan is false.
-            accepted = (
-                math.isfinite(improvement) and improvement > 0.0 and improvement >= needed
-            ) and kl <= max_kl
+            finite = math.isfinite(improvement) and math.isfinite(kl)
+            accepted = finite and kl <= max_kl and improvement > 0.0 and improvement >= needed
             if accepted:
                 return LineSearch(True, fraction, improvement, kl, attempt + 1)
         return LineSearch(False, 0.0, improvement, kl, tries)

@@ -11,8 +11,7 @@ from a value of zero, so the last reward enters every target. A terminated step 
 truncated step bootstraps from V(final observation), and no later v reaches back across it.
 
 torch, not numpy: the learner has the target log-probabilities and values on its own device, and a
-trip to numpy would stop a GPU at every update. On the CPU the T small operations cost far less
-than the backward pass that follows.
+trip to numpy would stop a GPU at every update.
 """
 
 from __future__ import annotations
@@ -74,19 +73,25 @@ def vtrace(
     delta = rho * (rewards + discount * bootstrap - values)
     keep = (discount * c).masked_fill(truncated, 0.0)
 
-    correction = torch.empty_like(delta)  # v_t − V(x_t)
-    tail = torch.zeros_like(delta[0])
-    for t in range(len(delta) - 1, -1, -1):
-        tail = torch.addcmul(delta[t], keep[t], tail)
-        correction[t] = tail
-    targets = values + correction
+    targets = values + _backward_sums(delta, keep)
 
-    # v_{t+1}: of the same episode inside the unroll; V(x') where the unroll or the clock ended.
+    # v_{t+1}: of the same episode inside the unroll; V(x') where the unroll or the clock ended;
+    # after a terminated step it does not matter, the discount there is zero.
     following = bootstrap.clone()
     following[:-1] = torch.where(truncated[:-1], bootstrap[:-1], targets[1:])
-    following.masked_fill_(terminated, 0.0)
     pg_rho = rho if pg_rho_bar is None else ratio.clamp(max=pg_rho_bar)
     return VTrace(targets, pg_rho * (rewards + discount * following - values))
+
+
+def _backward_sums(delta: Tensor, keep: Tensor) -> Tensor:
+    """x_t = δ_t + keep_t x_{t+1}, in log₂ T passes over all of time (as in returns.py)."""
+    sums, reach = delta.clone(), keep.clone()
+    span = 1
+    while span < len(sums):
+        sums[:-span] += reach[:-span] * sums[span:]
+        reach[:-span] = reach[:-span] * reach[span:]
+        span *= 2
+    return sums
 
 
 def _same_shapes(first: Tensor, *others: Tensor) -> None:

@@ -35,8 +35,8 @@ class ImageEncoder(nn.Module):
         nature = side >= SMALLEST_NATURE
         layers: list[nn.Module] = []
         for filters, kernel, stride in NATURE if nature else SMALL:
-            layer = nn.utils.skip_init(nn.Conv2d, channels, filters, kernel, stride)
-            assert isinstance(layer, nn.Conv2d)
+            layer = nn.Conv2d(channels, filters, kernel, stride, device="meta")
+            layer = layer.to_empty(device="cpu")
             layers += [orthogonal(layer, HIDDEN_GAIN, generator), nn.ReLU()]
             height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
             channels = filters

@@ -30,6 +30,7 @@ from manyhands.errors import ConfigError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
+UNBOUNDED = 1e30
 
 
 class Head(Protocol):
@@ -72,7 +73,7 @@ class Categorical:
         return parameters.argmax(-1) + self.start
 
     def log_prob(self, parameters: Tensor, actions: Tensor) -> Tensor:
-        index = (actions - self.start).unsqueeze(-1)
+        index = (actions.long() - self.start).unsqueeze(-1)
         return parameters.log_softmax(-1).gather(-1, index).squeeze(-1)
 
     def entropy(self, parameters: Tensor) -> Tensor:
@@ -172,15 +173,17 @@ class DiagonalGaussian:
     """Independent normals. The network learns on the unit scale; `to_env` maps to the bounds."""
 
     def __init__(self, low: Array, high: Array) -> None:
-        self.action_shape = tuple(low.shape)
-        self.size = math.prod(self.action_shape)
+        self.action_shape: tuple[int, ...] = low.shape
+        self.size: int = math.prod(self.action_shape)
         self.parameter_size = 2 * self.size
         self.dtype = low.dtype
         self.low, self.high = low, high
         # Bounded dimensions: [-1, 1] becomes [low, high]. Others pass through, then are clipped.
-        bounded = np.isfinite(low) & np.isfinite(high)
-        self._scale = np.where(bounded, 0.5 * (np.where(bounded, high, 1.0) - low), 1.0)
-        self._offset = np.where(bounded, 0.5 * (np.where(bounded, high, 0.0) + low), 0.0)
+        # Bounds near the largest float are a way to say "none".
+        bounded = (np.abs(low) < UNBOUNDED) & (np.abs(high) < UNBOUNDED)
+        finite_low, finite_high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
+        self._scale = (0.5 * (finite_high - finite_low)).astype(low.dtype)
+        self._offset = (0.5 * (finite_high + finite_low)).astype(low.dtype)
 
     def sample(self, parameters: Tensor, generator: torch.Generator | None = None) -> Tensor:
         mean, log_std = parameters.chunk(2, -1)
@@ -188,7 +191,8 @@ class DiagonalGaussian:
         return (mean + noise * log_std.exp()).reshape(-1, *self.action_shape)
 
     def mode(self, parameters: Tensor) -> Tensor:
-        return parameters.chunk(2, -1)[0].reshape(-1, *self.action_shape)
+        mean: Tensor = parameters.chunk(2, -1)[0]
+        return mean.reshape(-1, *self.action_shape)
 
     def log_prob(self, parameters: Tensor, actions: Tensor) -> Tensor:
         """Density of the action before `to_env`: store that one, not the clipped one."""
@@ -209,7 +213,7 @@ class DiagonalGaussian:
 
     def to_env(self, actions: Array) -> Array:
         scaled = actions * self._scale + self._offset
-        return np.clip(scaled, self.low, self.high).astype(self.dtype, copy=False)
+        return np.asarray(np.clip(scaled, self.low, self.high), self.dtype)
 
 
 def make_head(space: Any) -> Head:

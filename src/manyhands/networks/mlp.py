@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -17,10 +18,10 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 }
 HIDDEN_GAIN = math.sqrt(2.0)
 
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
-def orthogonal(
-    layer: Layer, gain: float, generator: torch.Generator | None = None
-) -> Layer:
+
+def orthogonal(layer: Layer, gain: float, generator: torch.Generator | None = None) -> Layer:
     """Orthogonal weights times `gain`, zero bias."""
     nn.init.orthogonal_(layer.weight, gain, generator=generator)
     if layer.bias is not None:
@@ -32,9 +33,8 @@ def linear(
     inputs: int, outputs: int, gain: float, generator: torch.Generator | None = None
 ) -> nn.Linear:
     """A layer whose every number comes from `generator`."""
-    # WHY: the usual constructor draws from torch's global stream only to be overwritten here.
-    layer = nn.utils.skip_init(nn.Linear, inputs, outputs)
-    assert isinstance(layer, nn.Linear)
+    # WHY meta: the usual constructor draws from torch's global stream, only to be overwritten.
+    layer = nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")
     return orthogonal(layer, gain, generator)
 
 

@@ -1,0 +1,240 @@
+"""Ray itself, for the length of one run: started here and taken down again, or joined."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import Any
+
+from manyhands.errors import ConfigError, needs
+
+_REACH_SECONDS = 9.0  # an address that does not answer: Ray itself would try for ten minutes
+_STORE_BYTES = 512 << 20
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray hides all GPUs from our actors
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+}
+# WHY: on Linux Ray replaces 127.0.0.1 by the machine's public address and listens on all of them,
+# unless told (by this name, on any system) that there will be no cluster.
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+_PROBE = (
+    "import ray, sys; ray.init(address=sys.argv[1], logging_level='critical', log_to_driver=False);"
+    "print('CPUS', ray.cluster_resources().get('CPU', 0), flush=True); import os; os._exit(0)"
+)
+
+
+class Session:
+    """`with Session(...)`: Ray is up inside. `private`: ours alone; `output`: see `_hand_out`."""
+
+    def __init__(self, workers: int, cpus: float, address: str, env: dict[str, str]) -> None:
+        # Before the import: Ray reads some of them there.
+        for name, value in (_QUIET if address else _QUIET | _LOOPBACK).items():
+            os.environ.setdefault(name, value)
+        try:
+            import ray
+        except ImportError as fault:
+            raise needs("ray", "ray", fault) from None
+        self._ray, self._address, self._env = ray, address, env
+        self._workers, self._cpus = workers, cpus
+        self._ours = not ray.is_initialized()
+        self.private = self._ours and not address
+        self.output = ""
+        self._folder = ""
+        self._handlers: dict[int, Any] = {}
+        self._door: socket.socket | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._signal = 0
+
+    def __enter__(self) -> Session:
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            if self.private:
+                self._start()
+            elif self._ours:
+                _check_size(self._workers, self._cpus, self._probe(), self._address)
+                self._ray.init(address=self._address, logging_level="error", log_to_driver=True)
+            else:
+                have = self._ray.cluster_resources().get("CPU", 0)
+                _check_size(self._workers, self._cpus, have, "this process's Ray")
+            self._answer_signals()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 where: TracebackType | None) -> None:  # fmt: skip
+        self._stop()
+        if self._signal:  # WHY again: passing through Ray's own code it becomes SystemExit(1)
+            raise SystemExit(128 + self._signal) from None
+
+    # -- starting --------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        _sweep()
+        base = tempfile.gettempdir()
+        # WHY: the path of a unix socket may have 107 characters and Ray needs 70 of them.
+        base = base if len(base) <= 20 or not os.path.isdir("/tmp") else "/tmp"
+        self._folder = tempfile.mkdtemp(prefix=f"mh-ray-{os.getpid()}-", dir=base)
+        local = {**self._env, "MANYHANDS_LOCAL_SIZE": str(self._workers)}
+        with _environment(local):  # what the actors' processes begin with
+            self._ray.init(
+                num_cpus=max(int(self._workers * self._cpus + 0.999), os.cpu_count() or 1),
+                object_store_memory=_store_bytes(),
+                include_dashboard=False,
+                log_to_driver=False,  # the actors write to our own output, see `_hand_out`
+                logging_level="error",
+                _node_ip_address="127.0.0.1",
+                _temp_dir=self._folder,
+            )
+        self._watchdog = _watch_over(self._folder)
+        self.output = os.path.join(self._folder, "output")
+        self._door = socket.socket(socket.AF_UNIX)
+        self._door.bind(self.output)
+        self._door.listen(self._workers)
+        threading.Thread(target=self._hand_out, args=(self._door,), daemon=True).start()
+
+    def _hand_out(self, door: socket.socket) -> None:
+        """Give each actor our own standard output and error; the folder lets nobody else in."""
+        with contextlib.suppress(OSError):  # closed: the run is over
+            while True:
+                line, _ = door.accept()
+                with line:
+                    socket.send_fds(line, [b"."], [1, 2])
+
+    def _probe(self) -> float:
+        """CPUs of the cluster, asked by a process that can be given up."""
+        address = self._address
+        if address.startswith("ray://"):
+            raise ConfigError(f"--address {address}: give the cluster's own address, host:6379")
+        host, _, port = address.rpartition(":")
+        try:
+            if host and port.isdigit():
+                socket.create_connection((host, int(port)), 3.0).close()
+            answer = subprocess.run(
+                [sys.executable, "-c", _PROBE, address], capture_output=True, text=True,
+                timeout=_REACH_SECONDS - 1,
+            )  # fmt: skip
+        except OSError as error:
+            raise ConfigError(f"no Ray cluster answers at {address} ({error})") from None
+        except subprocess.TimeoutExpired as late:
+            if b"AuthToken" in (late.stderr or b""):
+                raise ConfigError(
+                    f"the Ray cluster at {address} asks for a token and refuses ours; give it the "
+                    "way Ray wants it (RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH)"
+                ) from None
+            raise ConfigError(
+                f"no Ray cluster answers at {address} (waited {late.timeout:g} s)"
+            ) from None
+        found = [x.split()[1] for x in answer.stdout.splitlines() if x.startswith("CPUS ")]
+        if not found:
+            last = answer.stderr.strip().rsplit("\n", 1)[-1]
+            raise ConfigError(f"no Ray cluster answers at {address} ({last})")
+        return float(found[0])
+
+    def _answer_signals(self) -> None:
+        """Ctrl-C and SIGTERM unwind the stack, so that everything is taken down."""
+        for number, previous in self._handlers.items():
+            signal.signal(number, self._leave if previous is signal.SIG_DFL else previous)
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        raise SystemExit(128 + number)
+
+    # -- stopping --------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        for number in self._handlers:
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it
+        try:
+            if self._door is not None:
+                self._door.close()
+            if self._ours:
+                self._ray.shutdown()
+            if self._watchdog is not None:
+                self._watchdog.kill()
+                self._watchdog.communicate()
+            if self._folder:
+                shutil.rmtree(self._folder, ignore_errors=True)
+        finally:
+            for number, previous in self._handlers.items():
+                signal.signal(number, previous)
+
+
+def _check_size(workers: int, cpus: float, have: float, where: str) -> None:
+    if workers * cpus > have:
+        raise ConfigError(
+            f"{workers} workers x {cpus:g} CPU = {workers * cpus:g}, the cluster at {where} has "
+            f"{have:g}; ask for fewer workers or add nodes"
+        )
+
+
+def _store_bytes() -> int:
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError:
+        return _STORE_BYTES
+    return max(80 << 20, min(_STORE_BYTES, int(0.8 * room.f_bavail * room.f_frsize)))
+
+
+def _watch_over(folder: str) -> subprocess.Popen[bytes]:
+    """A shell that outlives a driver killed by SIGKILL and clears up behind it.
+
+    WHY: Ray's reaper ends raylet, gcs and actors then, but the raylet's two agents stay on for half
+    a minute and the folder for good. The shell waits for the end of a pipe only the driver holds.
+    """
+    script = (
+        'read _; sleep 2; for p in "$@"; do grep -qa "ray::" /proc/$p/cmdline 2>/dev/null '
+        '&& kill -9 $p; done; rm -rf "$0"'
+    )
+    children: dict[int, list[int]] = {}
+    for stat in glob.glob("/proc/[0-9]*/stat"):
+        with contextlib.suppress(OSError), open(stat) as file:
+            parent = int(file.read().rsplit(")", 1)[-1].split()[1])
+            children.setdefault(parent, []).append(int(stat.split("/")[2]))
+    ours = list(children.get(os.getpid(), []))
+    for pid in ours:  # grows while it is walked: children of children too
+        ours.extend(children.get(pid, []))
+    return subprocess.Popen(
+        ["sh", "-c", script, folder, *map(str, ours)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _sweep() -> None:
+    """Remove the folders of drivers that were killed and could not do it themselves."""
+    for base in {tempfile.gettempdir(), "/tmp"}:
+        for folder in glob.glob(os.path.join(base, "mh-ray-*-*")):
+            pid = os.path.basename(folder).split("-")[2]
+            if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            if old is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = old

@@ -1,0 +1,154 @@
+"""From what the user wrote to something that makes environments, or to words that help.
+
+An environment may be named by a Gymnasium id ("CartPole-v1", "package:Id-v0"), by an import path
+to a factory ("package.module:function"), or given as a callable that returns a `gymnasium.Env`.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import gymnasium
+
+from manyhands.errors import ConfigError, ManyhandsError, SupportError, needs
+
+EnvSource = str | Callable[..., Any]
+
+_ATARI_ID = re.compile(r"^ALE/|NoFrameskip-v\d+$|-ram-v\d+$")
+
+
+def resolve(env: EnvSource) -> EnvSource:
+    """An id that Gymnasium knows, or a callable; raises `ConfigError` with the nearest names."""
+    if not isinstance(env, str):
+        if callable(env):
+            return env
+        raise ConfigError(
+            f"an environment is given by its id or by a callable that makes one, not by a "
+            f"{type(env).__name__}; for an existing environment class give the class itself"
+        )
+    if ":" in env:
+        return _from_import_path(env)
+    known_id(env)
+    return env
+
+
+def known_id(env_id: str) -> Any:
+    """The spec of a registered id; Atari games are registered when they are first asked for."""
+    try:
+        return gymnasium.spec(env_id)
+    except gymnasium.error.Error as first:
+        if register_atari(required=bool(_ATARI_ID.search(env_id))):
+            try:
+                return gymnasium.spec(env_id)
+            except gymnasium.error.Error as second:
+                raise unknown_id(env_id, list(gymnasium.registry), str(second)) from second
+        raise unknown_id(env_id, list(gymnasium.registry), str(first)) from first
+
+
+def register_atari(*, required: bool) -> bool:
+    """Make the Atari games known to Gymnasium; False when ale-py is absent and not required."""
+    try:
+        import ale_py
+    except ImportError as error:
+        if required:
+            raise needs("ale-py", "atari", error) from error
+        return False
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # else a banner per process
+    gymnasium.register_envs(ale_py)
+    return True
+
+
+def is_atari(env: EnvSource) -> bool:
+    """Whether an id that `resolve` has passed is one of ALE's games."""
+    if not isinstance(env, str):
+        return False
+    return str(known_id(env).entry_point).startswith("ale_py")
+
+
+def unknown_id(env_id: str, known: list[str], detail: str) -> ConfigError:
+    """The error for a name nobody knows, with the names that come nearest."""
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(env_id.lower(), list(by_lower), n=4, cutoff=0.6)
+    if near:
+        hint = "did you mean " + ", ".join(by_lower[name] for name in near) + "?"
+    else:
+        hint = "no registered name comes near; for your own environment give 'package.module:Class'"
+    return ConfigError(f"there is no environment {env_id!r}: {hint} ({detail})")
+
+
+def env_factory(env: EnvSource, env_kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """A callable without arguments that makes one environment.
+
+    Gymnasium's passive checker and its order enforcer are left out: they are paid for in every
+    step. `check_env` says more, once, and the adapters keep reset and step in order themselves.
+    """
+    if not isinstance(env, str):
+        factory = env
+        return lambda: factory(**env_kwargs)
+
+    spec = copy.deepcopy(known_id(env))
+    spec.order_enforce = False
+
+    def make() -> Any:
+        with friendly_errors(env):
+            return gymnasium.make(spec, disable_env_checker=True, **env_kwargs)
+
+    return make
+
+
+@contextmanager
+def friendly_errors(env_id: str) -> Iterator[None]:
+    """Turn Gymnasium's ways of saying "not installed" and "gone" into ours."""
+    try:
+        yield
+    except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
+        raise missing_package(env_id, error) from error
+    except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
+        raise unknown_id(env_id, list(gymnasium.registry), str(error)) from error
+
+
+def missing_package(env_id: str, error: Exception) -> ManyhandsError:
+    """What to type when the id is known but the package behind it is not there."""
+    point = str(known_id(env_id).entry_point)
+    if "_raise_mujoco_py_error" in point:  # Gymnasium keeps the old ids only to refuse them
+        modern = re.sub(r"-v\d+$", "-v5", env_id)
+        return ConfigError(f"{env_id} was built on mujoco-py, which is gone; use {modern}")
+    if "mujoco" in point:
+        return needs("mujoco", "mujoco", error)
+    if "ale_py" in point:
+        return needs("ale-py", "atari", error)
+    if "box2d" in point:
+        return SupportError(
+            f"{env_id} needs Box2D, which is not installed; type: "
+            "pip install swig && pip install 'gymnasium[box2d]'"
+        )
+    return SupportError(f"{env_id} cannot be made, a package is missing: {error}")
+
+
+def _from_import_path(path: str) -> EnvSource:
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"the environment {path!r} names the module {module_name!r}, which cannot be "
+            f"imported: {error}. The form is 'package.module:function'; is it on PYTHONPATH?"
+        ) from error
+    found = getattr(module, attribute, None)
+    if callable(found):
+        return found  # type: ignore[no-any-return]
+    if attribute in gymnasium.registry:  # Gymnasium's own form: "module that registers:id"
+        return attribute
+    names = [n for n in dir(module) if callable(getattr(module, n)) and not n.startswith("_")]
+    near = difflib.get_close_matches(attribute, names + list(gymnasium.registry), n=4, cutoff=0.6)
+    hint = f"; did you mean {', '.join(near)}?" if near else ""
+    raise ConfigError(
+        f"the environment {path!r}: module {module_name!r} has no callable {attribute!r} and "
+        f"registers no such id{hint}"
+    )

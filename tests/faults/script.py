@@ -1,0 +1,45 @@
+"""A worker script that goes wrong on request. Prints the moment at which it does."""
+
+import os
+import signal
+import sys
+import time
+
+from manyhands import Parallel
+
+how = sys.argv[1]
+par = Parallel()
+par.barrier()
+print("READY", flush=True)
+if par.rank == 1:
+    print(f"FAULT {time.time()}", flush=True)
+    if how == "raise":
+        raise ValueError("the original trouble")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "silent":
+        time.sleep(1000)
+    if how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "segfault":
+        import ctypes
+
+        ctypes.string_at(0)
+    if how == "exit":
+        sys.exit(7)
+    if how == "threads":  # raises, but leaves a thread behind that would keep the process alive
+        import threading
+
+        threading.Thread(target=time.sleep, args=(1000,)).start()
+        raise ValueError("the original trouble")
+    if how == "children":
+        import subprocess
+
+        subprocess.Popen(["sleep", "1000"])
+        raise ValueError("the original trouble")
+if how == "wait":
+    time.sleep(1000)
+if how == "busy":
+    while True:
+        sum(range(1000))
+par.barrier()
