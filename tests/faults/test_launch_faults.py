@@ -144,9 +144,11 @@ def test_launcher_that_is_killed_takes_all_with_it(engine: str) -> None:
     start = time.monotonic()
     launch.process.kill()
     launch.end(LIMIT)
-    while ours() and time.monotonic() - start < LIMIT:
+    # Ray's own processes notice in their own time; ours go with the launcher.
+    limit = 3 * LIMIT if engine == "ray" else LIMIT
+    while ours() and time.monotonic() - start < limit:
         time.sleep(0.02)
-    assert not ours(), f"left after {LIMIT} s"
+    assert not ours(), f"left after {limit} s"
 
 
 def test_second_ctrl_c_is_at_once() -> None:

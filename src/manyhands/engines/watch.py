@@ -143,6 +143,8 @@ class Supervisor:
                 self.board.set_state(rank, DONE)
         if code == 0:
             return
+        if any(self.board.state(r) == FAILED for r in child.ranks):
+            return  # one of them has said why; the others were ended for it
         rank, text = (child.ranks[0], what_ended(code))
         if child.explain is not None:
             rank, text = child.explain(code)
