@@ -77,21 +77,21 @@ DTYPES = ["int8", "uint8", "int32", "int64", "bool", "float16", "float32", "floa
 @st.composite
 def leaf_specs(draw: st.DrawFn) -> dict[str, object]:
     dims = draw(st.integers(0, 4))
+    rest = max(dims - 1, 0)
     return {
         "dims": dims,
-        "trailing": draw(st.lists(st.integers(0, 3), min_size=max(dims - 1, 0), max_size=max(dims - 1, 0))),
+        "trailing": draw(st.lists(st.integers(0, 3), min_size=rest, max_size=rest)),
         "rows": draw(st.lists(st.integers(0, 5), min_size=2, max_size=3)),
         "dtype": draw(st.sampled_from(DTYPES)),
         "torch": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**16)),
-    }  # fmt: skip
+    }
 
 
+KEYS = st.sampled_from(["obs", "act", "a", "z9", "ü"])
 tree_specs = st.recursive(
-    leaf_specs(),
-    lambda inner: st.dictionaries(st.sampled_from(["obs", "act", "a", "z9", "ü"]), inner, max_size=3),
-    max_leaves=5,
-)  # fmt: skip
+    leaf_specs(), lambda inner: st.dictionaries(KEYS, inner, max_size=3), max_leaves=5
+)
 
 
 @pytest.mark.parametrize("engine", ALL_ENGINES)

@@ -187,7 +187,7 @@ def _start_processes(
 
 
 def _start_local(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
-    from manyhands.engines.local import control_size
+    from manyhands.engines.local_transport import control_size
 
     supervisor.keep = Segment(control_size(job.workers))
     env["MANYHANDS_CONTROL"] = supervisor.keep.address
