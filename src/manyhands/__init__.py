@@ -18,12 +18,16 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from manyhands.parallel import Parallel
+    from manyhands.policy import load
+    from manyhands.run import train
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "Parallel": "manyhands.parallel",
     "launch": "manyhands.engines.launch",
+    "train": "manyhands.run",
+    "load": "manyhands.policy",
     "ManyhandsError": "manyhands.errors",
     "ConfigError": "manyhands.errors",
     "SupportError": "manyhands.errors",
@@ -39,6 +43,8 @@ __all__ = [
     "WorkerError",
     "__version__",
     "launch",
+    "load",
+    "train",
 ]
 
 

@@ -24,6 +24,37 @@ PARTS: dict[str, dict[str, str]] = {
     },
 }
 
+STRATEGIES = ("single", "gather", "allreduce", "gradient_server", "apex", "actor_learner")
+
+_NOT_YET = "not built yet"
+_ON_POLICY = "learns from fresh data only, and a replay holds old; use dqn or ddpg"
+_LAG = "does not correct for data older than its policy; use impala"
+_SEVERAL_STEPS = "takes several steps on one batch, which others' gradients would upset; use a2c"
+_REPLAY = "learns from a replay, which apex spreads over workers; use single or apex"
+_LINE_SEARCH = "makes a search over one whole batch, no gradient that can be pushed; use a2c"
+_V_TRACE = "is made for actors that send to a learner; use actor_learner"
+
+
+def _cells(otherwise: str, **given: str) -> dict[str, str]:
+    return {s: given.get(s, otherwise) for s in STRATEGIES}
+
+
+# algorithm -> strategy -> OK or the reason, which reads on after the algorithm's name
+ALGORITHMS: dict[str, dict[str, str]] = {
+    "a2c": _cells(OK, gradient_server=_NOT_YET, apex=_ON_POLICY, actor_learner=_LAG),
+    "ppo": _cells(OK, gradient_server=_SEVERAL_STEPS, apex=_ON_POLICY, actor_learner=_LAG),
+    "trpo": _cells(OK, gradient_server=_LINE_SEARCH, apex=_ON_POLICY, actor_learner=_LAG),
+    "dqn": _cells(_REPLAY, single=_NOT_YET, apex=_NOT_YET),
+    "ddpg": _cells(_REPLAY, single=_NOT_YET, apex=_NOT_YET),
+    "impala": _cells(_V_TRACE, single=_NOT_YET, actor_learner=_NOT_YET),
+}
+
+# strategy -> engine -> OK or the reason
+ON_ENGINES: dict[str, dict[str, str]] = {
+    s: dict.fromkeys(ENGINES, OK) if s in ("single", "gather", "allreduce") else PARTS["Channel"]
+    for s in STRATEGIES
+}
+
 # how a script was started -> the engine it gets, and what tells us so
 LAUNCHERS: dict[str, tuple[str, str]] = {
     "python script.py": ("one worker, no engine needed", "no launcher's variables"),
@@ -37,3 +68,24 @@ LAUNCHERS: dict[str, tuple[str, str]] = {
 def parts_of(engine: str) -> list[str]:
     """The parts that work on an engine."""
     return [part for part, cells in PARTS.items() if cells[engine] == OK]
+
+
+def built() -> list[str]:
+    """The algorithms that run at least one way."""
+    return [name for name, cells in ALGORITHMS.items() if OK in cells.values()]
+
+
+def strategies_of(algorithm: str) -> list[str]:
+    """The strategies that an algorithm runs with."""
+    return [s for s, cell in ALGORITHMS[algorithm].items() if cell == OK]
+
+
+def why_not(algorithm: str, strategy: str, engine: str) -> str:
+    """Empty when the three go together, else the reason; all three names must be known ones."""
+    cell = ALGORITHMS[algorithm][strategy]
+    if cell != OK:
+        return f"{algorithm} with {strategy}: " + (
+            cell if cell == _NOT_YET else f"{algorithm} {cell}"
+        )
+    there = ON_ENGINES[strategy][engine]
+    return "" if there == OK else f"{strategy} on {engine}: {there}"

@@ -11,9 +11,10 @@ from manyhands import __version__
 from manyhands.errors import ConfigError, ManyhandsError, WorkerError
 
 COMMANDS = {
+    "train": "train a policy with a ready-made algorithm, on as many workers as you like",
     "launch": "run your own script on N workers",
     "doctor": "say what works on this machine, with a two-worker test of each engine",
-    "support": "what runs on which engine",
+    "support": "what runs with what: algorithms, strategies, engines",
     "bench": "measure it on this machine",
 }
 
@@ -25,6 +26,7 @@ usage: manyhands COMMAND [options]        manyhands COMMAND --help teaches each
 
 first steps:
   manyhands doctor                                    does this machine have what it takes?
+  manyhands train ppo --env CartPole-v1 -n 4          ready-made PPO, four workers
   manyhands launch -n 4 train.py --lr 3e-4            your script, four workers
 """
 

@@ -211,6 +211,8 @@ class Group:
         arrays = [_accumulator(x, op) for x in leaves]
         if self.size > 1:
             arrays = self._reduce_arrays(op, leaves, arrays)
+        else:  # the mean is divided in place and must not touch the caller's array
+            arrays = [a.copy() for a in arrays]
         if op == "mean":
             for a in arrays:
                 a /= self.size
@@ -345,10 +347,7 @@ def _accumulator(leaf: Leaf, op: str) -> Array:
         array = array.astype(wide)
     if array.dtype == bool:
         array = array.astype(np.uint8)
-    if op == "mean":
-        # WHY copy: the mean is divided in place and must not touch the caller's array.
-        return array.astype(np.float64) if array.dtype.kind in "biu" else array.copy()
-    return array
+    return array.astype(np.float64) if op == "mean" and array.dtype.kind in "biu" else array
 
 
 def _restore_reduced(leaf: Leaf, array: Array) -> Any:

@@ -122,14 +122,14 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
-def threads_per_worker(workers: int) -> int:
+def threads_per_worker(workers: int, call: str = "") -> int:
     """One torch/BLAS thread each by default: more fight over the cores (the commonest hidden cause
-    of a parallel run that is slower than a serial one)."""
-    return max(1, (os.cpu_count() or 1) // workers) if workers == 1 else 1
+    of a parallel run that is slower than a serial one). A script that is alone gets all cores."""
+    return (os.cpu_count() or 1) if workers == 1 and not call else 1
 
 
 def _environment(job: Job, board: Board) -> dict[str, str]:
-    threads = job.threads or threads_per_worker(job.workers)
+    threads = job.threads or threads_per_worker(job.workers, job.call)
     env = dict(os.environ)
     # An outer launcher's own variables would tell a worker that it is somebody else.
     for name in (
@@ -270,7 +270,8 @@ def _run_ray(job: Job) -> list[Any]:
 
     board = Board(job.workers)
     env = {k: v for k, v in _environment(job, board).items() if k.startswith("MANYHANDS_")}
-    env |= {name: str(job.threads or threads_per_worker(job.workers)) for name in _THREADS}
+    threads = job.threads or threads_per_worker(job.workers, job.call)
+    env |= dict.fromkeys(_THREADS, str(threads))
     script = os.path.abspath(job.script) if job.script else ""
     try:
         return ray_core.run(

@@ -160,6 +160,14 @@ class VecAdapter(ABC):
             )
         self._begun = [int(n) for n in episodes_begun]
 
+    def number_from(self, first: int) -> None:
+        """Sub-environment i is number `first + i` of all workers' together; call before `reset`.
+
+        Its seeds then depend on that number alone, so that the episodes played do not depend on
+        how the environments are shared out among workers.
+        """
+        self._seed_of = [EpisodeSeeds(self.seed, 0, first + i) for i in range(self.num_envs)]
+
     def sample_actions(self) -> Array:
         """Random actions in the policy's own terms (Discrete counted from 0): for warm-up."""
         raw = np.stack([self.action_space.sample() for _ in range(self.num_envs)])

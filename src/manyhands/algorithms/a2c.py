@@ -1,0 +1,90 @@
+"""A2C: advantage actor-critic, one gradient step a batch. Paper: arXiv:1602.01783.
+
+    collect T steps from B envs with π
+    A = GAE(r, V, γ, λ)                     (λ = 1: n-step returns, as in the paper)
+    L = −log π(a|s) A + c_v (V − R)² − c_e H,  averaged over all rows;  one step
+
+Differs from the paper: synchronous, Adam instead of shared RMSProp, advantages optionally
+normalised over the rows of all workers. With `--strategy gradient_server` it will be A3C.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from manyhands.algorithms.base import (
+    Across,
+    Algorithm,
+    Batch,
+    Info,
+    Signals,
+    explained_variance,
+    normalised,
+)
+from manyhands.math.schedules import make_schedule
+from manyhands.trees import Array
+
+
+@dataclass(frozen=True)
+class A2CConfig:
+    learning_rate: float | str = "linear:2e-3"
+    """Step size; a number, or a schedule over the run such as linear:2e-3 (down to 0)."""
+    gamma: float = 0.99
+    """Discount."""
+    gae_lambda: float = 0.95
+    """Trade between bias (0) and variance (1) of the advantages."""
+    value_weight: float = 0.5
+    """Weight of the value loss."""
+    entropy_weight: float = 0.0
+    """Weight of the entropy bonus; more keeps exploring for longer."""
+    max_grad_norm: float = 0.5
+    """Gradients longer than this are shortened to it."""
+    normalize_advantages: bool = True
+    """Advantages with mean 0 and deviation 1 over the rows of all workers."""
+    adam_epsilon: float = 1e-5
+    """Adam's epsilon."""
+
+
+class A2C(Algorithm):
+    name = "a2c"
+    stats = ("policy_loss", "value_loss", "entropy")
+    options: A2CConfig
+
+    def update(self, batch: Batch, across: Across, progress: float) -> Info:
+        o = self.options
+        fit = explained_variance(batch, across)
+        if o.normalize_advantages:
+            batch = {**batch, "advantage": normalised(batch["advantage"], across)}
+        info = self.descend(
+            batch,
+            across,
+            epochs=1,
+            minibatch=0,
+            lr=make_schedule(o.learning_rate)(progress),
+            max_grad_norm=o.max_grad_norm,
+        )
+        self.version += 1
+        return info | {"explained_variance": fit}
+
+    def signals(self, logp: Array, entropy: Array, value: Array, rows: Batch) -> Signals:
+        o = self.options
+        error = value - rows["target"]
+        stats = [
+            -float(np.dot(logp, rows["advantage"])),
+            float(np.dot(error, error)),
+            float(entropy.sum()),
+        ]
+        return Signals(-rows["advantage"], -o.entropy_weight, 2 * o.value_weight * error, stats)
+
+    def loss(
+        self, parameters: torch.Tensor, value: torch.Tensor, rows: Batch
+    ) -> tuple[torch.Tensor, list[float]]:
+        o, head = self.options, self.model.head
+        policy = -(head.log_prob(parameters, rows["action"]) * rows["advantage"]).sum()
+        squares = (value - rows["target"]).square().sum()
+        entropy = head.entropy(parameters).sum()
+        total = policy + o.value_weight * squares - o.entropy_weight * entropy
+        return total, [policy.item(), squares.item(), entropy.item()]

@@ -1,0 +1,282 @@
+"""What every algorithm is made of, and the learner step, written once.
+
+    prepare     rollout -> rows with advantages and value targets
+    gradient    rows -> the gradient of their loss, here           (this worker's rows only)
+    [ seam ]    across.sum: the same numbers for all workers
+    apply       clip, Adam: the same step on all workers
+
+The seam sums; the division is by the number of rows of all workers, which everybody knows. So the
+result is that of one worker with all the rows, however unequal the parts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from manyhands import seeding
+from manyhands.data.rollout import Acted, Actor, Obs, Rollout, rows_of
+from manyhands.errors import WorkerError
+from manyhands.math.adam import Adam, clip_by_norm_
+from manyhands.math.densities import for_head
+from manyhands.math.returns import gae
+from manyhands.networks.build import ActorCritic
+from manyhands.networks.fast import FastActor, can_act, sample
+from manyhands.networks.flat import FlatParameters
+from manyhands.networks.gradient import FastGradient, can_learn
+from manyhands.trees import Array
+
+Batch = dict[str, Any]  # rows: obs, action, logp, value, parameters, advantage, target
+Info = dict[str, float]
+
+
+class Across(Protocol):
+    """The seam: what an algorithm may know of the rows that other workers hold."""
+
+    def sum(self, x: Any) -> Any:
+        """Sum of an array or tensor over workers."""
+        ...
+
+    def moments(self, x: Any) -> tuple[float, float, int]:
+        """(mean, deviation, count) of all elements on all workers."""
+        ...
+
+    def place(self, rows: int) -> tuple[int, int]:
+        """(number of the first of these rows, rows in all) in one count over all workers."""
+        ...
+
+
+class Alone:
+    """The seam of one worker: the identity."""
+
+    def sum(self, x: Any) -> Any:
+        return x
+
+    def moments(self, x: Any) -> tuple[float, float, int]:
+        values = np.asarray(x, dtype=np.float64)
+        return float(values.mean()), float(values.std()), values.size
+
+    def place(self, rows: int) -> tuple[int, int]:
+        return 0, rows
+
+
+class Signals(NamedTuple):
+    """d loss / d (log-probability, entropy, value) of each row, and sums to report."""
+
+    logp: Array  # [N]
+    entropy: Array | float  # [N], or one number for all rows
+    value: Array  # [N]
+    stats: list[float]  # sums over the rows, named by `Algorithm.stats`
+
+
+class TorchActor:
+    """Acts with the model itself: images, GPUs, models of the user's own."""
+
+    def __init__(self, model: ActorCritic, device: torch.device) -> None:
+        self._model, self._device = model, device
+
+    @torch.no_grad()
+    def act(self, obs: Obs, noise: Any) -> Acted:
+        parameters, values = self._model(to_tensor(obs, self._device))
+        numbers = parameters.cpu().numpy()
+        actions, logp = sample(self._model.head, numbers, noise)
+        return Acted(actions, logp, values.cpu().numpy(), numbers)
+
+    @torch.no_grad()
+    def value(self, obs: Obs) -> Array:
+        values: Array = self._model.value(to_tensor(obs, self._device)).cpu().numpy()
+        return values
+
+
+class Algorithm(ABC):
+    """One policy with its value function, its optimiser, and the way it learns from rows."""
+
+    name: str
+    stats: tuple[str, ...] = ()
+
+    def __init__(
+        self, model: ActorCritic, options: Any, *, seed: int, device: torch.device | None = None
+    ) -> None:
+        self.device = device or torch.device("cpu")
+        self.model = model.to(self.device)
+        self.options = options
+        self.flat = FlatParameters(model)
+        self.adam = Adam(self.flat.data, lr=0.0, eps=options.adam_epsilon)
+        self.rng = seeding.generator(seed, "minibatch")  # the same stream on all workers
+        self.version = 0
+        self.fast = FastGradient(model, self.flat) if can_learn(model) else None
+        self.density = for_head(model.head) if self.fast is not None else None
+        self.actor: Actor = (
+            FastActor(model) if can_act(model) else TorchActor(model, self.device)  # type: ignore[assignment]
+        )
+
+    def prepare(self, rollout: Rollout) -> Batch:
+        """GAE; then rows of all environments, one after the other."""
+        advantages, targets = gae(
+            rollout.reward,
+            rollout.value,
+            rollout.next_value,
+            rollout.terminated,
+            rollout.truncated,
+            gamma=self.options.gamma,
+            lam=self.options.gae_lambda,
+        )
+        columns = {
+            "obs": rollout.obs,
+            "action": rollout.action,
+            "logp": rollout.logp,
+            "value": rollout.value,
+            "parameters": rollout.parameters,
+            "advantage": advantages,
+            "target": targets,
+        }
+        return {name: rows_of(x, rollout.valid) for name, x in columns.items()}
+
+    @abstractmethod
+    def update(self, batch: Batch, across: Across, progress: float) -> Info:
+        """Learn from a batch; `progress` goes from 0 to 1 over the run, for schedules."""
+
+    @abstractmethod
+    def signals(self, logp: Array, entropy: Array, value: Array, rows: Batch) -> Signals:
+        """The loss as seen from its inputs, in numpy: the fast path."""
+
+    @abstractmethod
+    def loss(
+        self, parameters: torch.Tensor, value: torch.Tensor, rows: Batch
+    ) -> tuple[torch.Tensor, list[float]]:
+        """(sum of the loss over rows, sums to report) in torch: the general path."""
+
+    # -- the learner step ----------------------------------------------------------------------
+
+    def descend(
+        self,
+        batch: Batch,
+        across: Across,
+        *,
+        epochs: int,
+        minibatch: int,
+        lr: float,
+        max_grad_norm: float,
+        stop: Callable[[Info], bool] = lambda info: False,
+    ) -> Info:
+        """Epochs of minibatch steps. `minibatch` counts rows of all workers; 0 means all."""
+        here = len(batch["logp"])
+        first, total = across.place(here)
+        size = min(minibatch or total, total)
+        totals = np.zeros(len(self.stats))
+        seen = steps = 0
+        norm = 0.0
+        info: Info = {}
+        for _ in range(epochs):
+            for rows, count in self._minibatches(first, here, total, size):
+                local = self.gradient(batch if rows is None else take(batch, rows), count)
+                grad, sums = self._seam(across, local)
+                norm = self.apply(grad, lr, max_grad_norm)
+                totals += sums
+                seen, steps = seen + count, steps + 1
+                info = dict(zip(self.stats, (sums / count).tolist(), strict=True))
+                if stop(info):
+                    break
+            if stop(info):
+                break
+        report = dict(zip(self.stats, (totals / max(seen, 1)).tolist(), strict=True))
+        return report | {"grad_norm": norm, "learning_rate": lr, "gradient_steps": float(steps)}
+
+    def gradient(self, rows: Batch, count: int) -> list[float]:
+        """Put the gradient of sum(loss of these rows) / count into `flat.grad`; sums to report."""
+        if len(rows["logp"]) == 0:
+            self.flat.grad.zero_()
+            return [0.0] * len(self.stats)
+        if self.fast is not None and self.density is not None:
+            parameters, values = self.fast.forward(rows["obs"])
+            logp, entropy, pull = self.density.log_prob_and_entropy(parameters, rows["action"])
+            s = self.signals(logp, entropy, values, rows)
+            self.fast.backward(pull(s.logp / count, s.entropy / count), s.value / count)
+            return s.stats
+        self.flat.zero_grad()
+        on_device = {k: to_tensor(v, self.device) for k, v in rows.items()}
+        parameters_t, values_t = self.model(on_device["obs"])
+        total, stats = self.loss(parameters_t, values_t, on_device)
+        (total / count).backward()  # type: ignore[no-untyped-call]
+        return stats
+
+    def _seam(self, across: Across, stats: list[float]) -> tuple[torch.Tensor, Array]:
+        """Gradient and reported sums of all workers, in one message."""
+        if isinstance(across, Alone):
+            return self.flat.grad, np.asarray(stats)
+        tail = self.flat.grad.new_tensor(stats)
+        together = across.sum(torch.cat([self.flat.grad, tail]))
+        n = self.flat.grad.numel()
+        return together[:n], together[n:].cpu().numpy().astype(np.float64)
+
+    def apply(self, grad: torch.Tensor, lr: float, max_grad_norm: float) -> float:
+        """One step of Adam on the gradient of all workers."""
+        norm = clip_by_norm_(grad, max_grad_norm)
+        if not np.isfinite(norm):
+            raise WorkerError(
+                f"the gradient of update {self.version + 1} is not finite; the weights are those "
+                "of the update before. A smaller learning rate or --normalize-rewards may help"
+            )
+        self.adam.step(grad, lr=lr)
+        return norm
+
+    def _minibatches(
+        self, first: int, here: int, total: int, size: int
+    ) -> Iterator[tuple[Array | None, int]]:
+        """(this worker's rows, rows of all workers) of each minibatch of one epoch.
+
+        All workers draw the same permutation of all rows; each finds its own in it.
+        """
+        if size == total:
+            yield None, total
+            return
+        order = self.rng.permutation(total)
+        for at in range(0, total, size):
+            chosen = order[at : at + size]
+            if here < total:
+                chosen = chosen[(chosen >= first) & (chosen < first + here)] - first
+            yield chosen, min(size, total - at)
+
+    # -- what a checkpoint keeps ---------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "weights": self.flat.data,
+            "adam": self.adam.state(),
+            "rng": self.rng.bit_generator.state,
+            "version": self.version,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            self.flat.data.copy_(state["weights"])
+        self.adam.load_state(state["adam"])
+        self.rng.bit_generator.state = state["rng"]
+        self.version = int(state["version"])
+
+
+def take(batch: Batch, rows: Array) -> Batch:
+    return {k: take(v, rows) if isinstance(v, dict) else v[rows] for k, v in batch.items()}
+
+
+def to_tensor(x: Any, device: torch.device) -> Any:
+    if isinstance(x, dict):
+        return {k: to_tensor(v, device) for k, v in x.items()}
+    return torch.as_tensor(x).to(device)
+
+
+def normalised(advantage: Array, across: Across, epsilon: float = 1e-8) -> Array:
+    """Advantages with mean 0 and deviation 1 over the rows of all workers."""
+    mean, std, _ = across.moments(advantage)
+    return np.asarray((advantage - mean) / (std + epsilon), dtype=np.float32)
+
+
+def explained_variance(batch: Batch, across: Across) -> float:
+    """1 - var(target - value) / var(target), over the rows of all workers."""
+    _, spread, _ = across.moments(batch["target"])
+    _, left, _ = across.moments(batch["target"] - batch["value"])
+    return 1.0 - (left / spread) ** 2 if spread > 0 else 0.0

@@ -1,0 +1,211 @@
+"""collectives of every engine between two workers, beside raw gloo and memcpy
+
+Each engine is started once. In that one run its measurements take turns, round after round, so
+that whatever else the machine does hits all of them alike; only ratios of numbers from the same
+run mean anything. The yardsticks run in the same processes: np.copyto of 64 MB in the main worker
+while the other waits, and (beside the local engine) torch.distributed's gloo all_reduce.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from manyhands.bench._tools import Claim, fingerprint, median, seconds_of, verdicts
+from manyhands.engines.base import ENGINES
+from manyhands.engines.launch import launch
+from manyhands.errors import ConfigError, ManyhandsError
+
+FLOATS = 10_000
+PART_BYTES = 32 << 20  # of each of two workers
+BROADCAST_BYTES = 1 << 20
+ROUNDS = 12
+WARM_UP = 2  # rounds that are not counted: memory is touched, connections are made
+_NEEDS = {"ray": "ray", "mpi": "mpi4py"}
+
+# measurement -> calls in one round; the large ones are long enough by themselves
+REPEATS = {"mean": 40, "gloo": 40, "barrier": 40, "exchange": 40, "broadcast": 10, "gather": 2,
+           "memcpy": 2}  # fmt: skip
+
+
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--engines",
+        default=",".join(ENGINES),
+        metavar="A,B,...",
+        help="which engines (default: all that are installed: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=ROUNDS,
+        metavar="N",
+        help="how often each measurement gets its turn (default: %(default)s)",
+    )
+
+
+def measure(options: Namespace) -> dict[str, Any]:
+    chosen = [e.strip() for e in options.engines.split(",") if e.strip()]
+    for engine in chosen:
+        if engine not in ENGINES:
+            raise ConfigError(f"--engines {engine!r}: engines are {', '.join(ENGINES)}")
+    if options.rounds < 1:
+        raise ConfigError(f"--rounds {options.rounds}: at least 1 is needed")
+    facts: dict[str, Any] = {"benchmark": "collectives", "machine": fingerprint(), "engines": {}}
+    for engine in chosen:
+        facts["engines"][engine] = _engine(engine, options.rounds)
+    facts["claims"] = [c.facts for c in claims(facts["engines"])]
+    return facts
+
+
+def _engine(engine: str, rounds: int) -> dict[str, Any]:
+    """Medians of one engine, or the reason why there are none."""
+    package = _NEEDS.get(engine)
+    if package is not None and importlib.util.find_spec(package) is None:
+        return {"missing": f"{package} is not installed"}
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = os.path.join(folder, "gloo") if engine == "local" else ""
+        try:
+            return dict(launch(work, meeting, rounds, workers=2, engine=engine, timeout=60)[0])
+        except ManyhandsError as error:
+            return {"missing": " ".join(str(error).split())[-300:]}  # its end says what it was
+
+
+def work(meeting: str, rounds: int) -> dict[str, float]:
+    """What each worker does. The main worker's medians count: it is the one that waits for all."""
+    from manyhands.parallel import Parallel
+
+    par = Parallel()
+    actions = _actions(par)
+    if meeting:
+        actions["gloo"] = _gloo(meeting, par.rank, par.size)
+    taken: dict[str, list[float]] = {name: [] for name in actions}
+    for number in range(WARM_UP + rounds):
+        for name, action in actions.items():
+            par.barrier()
+            seconds = seconds_of(action, REPEATS[name])
+            if number >= WARM_UP:
+                taken[name] += seconds
+    if meeting:
+        _leave_gloo()
+    return _in_units({name: median(seconds) for name, seconds in taken.items()})
+
+
+def _actions(par: Any) -> dict[str, Callable[[], Any]]:
+    small = np.random.default_rng(par.rank).random(FLOATS, dtype=np.float32)
+    part = np.ones(PART_BYTES, np.uint8)
+    message = np.zeros(BROADCAST_BYTES, np.uint8)
+    source, target = np.ones(2 * PART_BYTES, np.uint8), np.zeros(2 * PART_BYTES, np.uint8)
+
+    def memcpy() -> None:
+        if par.is_main:  # the other goes on to the barrier and waits there
+            np.copyto(target, source)
+
+    return {
+        "mean": lambda: par.mean(small),
+        "gather": lambda: par.gather(part),
+        "memcpy": memcpy,
+        "broadcast": lambda: par.broadcast(message),
+        "barrier": par.barrier,
+        "exchange": lambda: par.group.exchange(1),
+    }
+
+
+def _gloo(meeting: str, rank: int, size: int) -> Callable[[], Any]:
+    """torch.distributed's own all_reduce of the same numbers, between the same two processes."""
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    limit = datetime.timedelta(seconds=60)
+    store = FileStore(meeting, size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    tensor = torch.zeros(FLOATS)
+    return lambda: dist.all_reduce(tensor)
+
+
+def _leave_gloo() -> None:
+    """WHY: gloo's threads must end before the interpreter does, or it aborts the process."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+def _in_units(seconds: dict[str, float]) -> dict[str, float]:
+    both = 2 * PART_BYTES
+    facts = {
+        "mean_us": seconds["mean"] * 1e6,
+        "gather_gb_s": both / seconds["gather"] / 1e9,
+        "memcpy_gb_s": both / seconds["memcpy"] / 1e9,
+        "gather_of_memcpy": seconds["memcpy"] / seconds["gather"],
+        "broadcast_us": seconds["broadcast"] * 1e6,
+        "barrier_us": seconds["barrier"] * 1e6,
+        "exchange_us": seconds["exchange"] * 1e6,
+    }
+    if "gloo" in seconds:
+        facts["gloo_mean_us"] = seconds["gloo"] * 1e6
+    return {name: round(value, 3) for name, value in facts.items()}
+
+
+def claims(engines: dict[str, Any]) -> list[Claim]:
+    local = engines.get("local", {})
+    if "mean_us" not in local:
+        return []
+    return [
+        Claim(
+            f"local averages {FLOATS:,} floats, times faster than raw gloo",
+            local["gloo_mean_us"] / local["mean_us"],
+            10,
+        ),
+        # Two workers copy their parts at the same time, so that more than 1 is possible.
+        Claim("local gathers 64 MB, part of memcpy's speed", local["gather_of_memcpy"], 0.7),
+    ]
+
+
+COLUMNS = {
+    "mean_us": ("average 10k", "µs"),
+    "gather_gb_s": ("gather 64 MB", "GB/s"),
+    "gather_of_memcpy": ("of memcpy", ""),
+    "broadcast_us": ("broadcast 1 MB", "µs"),
+    "barrier_us": ("barrier", "µs"),
+    "exchange_us": ("exchange", "µs"),
+}
+
+
+def table(facts: dict[str, Any]) -> list[str]:
+    rows = [["two workers", *(f"{title} {unit}".strip() for title, unit in COLUMNS.values())]]
+    reasons, gloo = [], ""
+    for engine, row in facts["engines"].items():
+        if "missing" in row:
+            reasons.append(f"{engine}: not measured: {row['missing']}")
+            continue
+        rows.append([engine, *(_number(row[name]) for name in COLUMNS)])
+        if "gloo_mean_us" in row:
+            gloo = _number(row["gloo_mean_us"])
+    if gloo:
+        rows.append(["raw gloo", gloo, *["-"] * (len(COLUMNS) - 1)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for name, *cells in rows:
+        numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *numbers]))
+    lines += ["", *reasons, *verdicts(facts["claims"])]
+    machine = facts["machine"]
+    lines.append(
+        f"on {machine['cores']} cores of {machine['cpu']}, load {machine['load']} at the start; "
+        "compare numbers of one row, or ratios"
+    )
+    return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,274 @@
+"""`manyhands train ALGORITHM --env ID [options]`: every option is a field of a dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, field
+from typing import Annotated, Any, get_args, get_origin
+
+from manyhands import support
+from manyhands.config import (
+    GROUPS,
+    Experiment,
+    RunConfig,
+    build,
+    help_of,
+    hints_of,
+    load_toml,
+    names_of,
+    nearest,
+    options_class,
+)
+from manyhands.errors import ConfigError
+
+HELP = """\
+usage: manyhands train ALGORITHM --env ID [options]
+       manyhands train --config FILE.toml [options]
+
+Train a policy. Every number is for all workers together, so that more workers make a run faster
+and change nothing of what it learns.
+
+algorithms (`manyhands train ALGORITHM --help` shows all options of one):
+{algorithms}
+
+strategies, by --strategy (with one worker: single):
+  allreduce  every worker collects and learns, gradients are averaged (default)
+  gather     every worker collects, the main worker learns
+  single     one worker
+
+engines, by --engine: {engines}; `manyhands support` says what goes with what
+
+examples:
+  manyhands train ppo --env CartPole-v1                        on all cores
+  manyhands train ppo --env CartPole-v1 -n 4 --target-return 475 --learning-rate linear:1e-3
+  manyhands train a2c --env Pendulum-v1 --strategy gather --engine ray --normalize-observations
+  manyhands train trpo --env mypackage.envs:make_env --env-kwargs size=5 hard=true
+  manyhands train --config runs/CartPole-v1/ppo-allreduce/1-20250101-120000/config.toml --seed 2
+"""
+
+_WHAT = {
+    "a2c": "advantage actor-critic: one gradient step on each batch",
+    "ppo": "proximal policy optimisation: several passes over each batch, the step clipped",
+    "trpo": "trust region policy optimisation: the natural gradient, KL bounded",
+}
+_GROUP_HELP = {
+    "run": "What to train, for how long, and where the results go.",
+    "worker": "Who works, and how they talk.",
+    "batch": "What one update learns from: num_envs × rollout_length steps.",
+    "environment": "How environments are made and seen.",
+    "network": "Policy and value function.",
+}
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_teach())
+        raise SystemExit(0 if argv else 2)
+    experiment = parse(argv)
+    from manyhands import validate
+    from manyhands.engines.watch import Stopped
+
+    validate.check(experiment)
+    from manyhands.run import train_experiment
+
+    try:
+        train_experiment(experiment)
+    except Stopped as stopped:
+        print(f"\nmanyhands: {stopped}; all workers have ended", file=sys.stderr)
+        return 128 + stopped.number
+    except KeyboardInterrupt:  # one worker, in this process
+        print("\nmanyhands: stopped by Ctrl-C", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parse(argv: list[str]) -> Experiment:
+    """The experiment that the words stand for; tyro leaves with code 2 if they are not options."""
+    import tyro
+
+    algorithm, file, words = _split(argv)
+    base = load_toml(file) if file else None
+    if base is not None:
+        if algorithm and algorithm != base.algorithm:
+            raise ConfigError(f"{file} is of {base.algorithm}, and {algorithm} was asked for")
+        algorithm = base.algorithm
+    given = tyro.cli(
+        _options(algorithm, base),
+        args=words,
+        prog=f"manyhands train {algorithm}",
+        description=f"{_WHAT.get(algorithm, algorithm)}\n\n--config FILE.toml takes what is not "
+        "given here from a file, such as config.toml of an earlier run.",
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    values: dict[str, Any] = {}
+    for group in dataclasses.fields(given):
+        part = getattr(given, group.name)
+        values |= {name: getattr(part, name) for name in names_of(type(part))}
+    if values["workers"] is None:
+        values["workers"] = default_workers(values["strategy"], values["num_envs"])
+    return build(algorithm, **values)
+
+
+def default_workers(strategy: str, num_envs: int) -> int:
+    """One for each core, or the nearest smaller number that the environments go into."""
+    if strategy == "single":
+        return 1
+    cores = os.cpu_count() or 1
+    return next((n for n in range(cores, 0, -1) if num_envs >= n and num_envs % n == 0), 1)
+
+
+def _split(argv: list[str]) -> tuple[str, str, list[str]]:
+    """Algorithm (or ""), config file (or ""), and the words that are left."""
+    words, file, left = list(argv), "", []
+    algorithm = words.pop(0) if not words[0].startswith("-") else ""
+    while words:
+        word = words.pop(0)
+        if word == "--config":
+            if not words:
+                raise ConfigError("--config needs a file: --config FILE.toml")
+            file = words.pop(0)
+        elif word.startswith("--config="):
+            file = word.partition("=")[2]
+        else:
+            left.append(word)
+    if not algorithm and not file:
+        raise ConfigError(
+            f"the algorithm comes first: manyhands train ppo {' '.join(argv)}; there are "
+            f"{', '.join(support.built())}"
+        )
+    if algorithm and algorithm not in support.ALGORITHMS:
+        raise ConfigError(f"there is no algorithm {algorithm!r}; {nearest(algorithm, _WHAT)}")
+    return algorithm, file, left
+
+
+def _teach() -> str:
+    rows = "\n".join(f"  {name:<10} {_WHAT.get(name, '')}" for name in support.built())
+    return HELP.format(algorithms=rows, engines=", ".join(support.ENGINES))
+
+
+# -- from the dataclasses to tyro's ----------------------------------------------------------------
+
+
+def _options(algorithm: str, base: Experiment | None) -> type[Any]:
+    """A dataclass of groups, each a dataclass of flags; defaults are the base's where given."""
+    own = options_class(algorithm)
+    run = base.run if base else None
+    groups = [
+        (name, _group(name, RunConfig, fields, run, _GROUP_HELP[name]))
+        for name, fields in GROUPS.items()
+    ]
+    what = f"What {algorithm} itself is set by."
+    options = _group(algorithm, own, tuple(names_of(own)), base.options if base else None, what)
+    return dataclasses.make_dataclass("Options", [*groups, (algorithm, options)])
+
+
+def _group(
+    title: str, cls: type[Any], names: tuple[str, ...], values: Any, description: str
+) -> type[Any]:
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints, texts = hints_of(cls), help_of(cls)
+    rows: list[Any] = []
+    for name in names:
+        kind, flag = _flag_type(hints[name]), _flag(name, texts.get(name, ""), values)
+        default = _default(fields[name], values)
+        # A factory also for plain values: dataclasses refuse a dict as a default.
+        rest = () if default is MISSING else (field(default_factory=_always(default)),)
+        rows.append((name, Annotated[kind, flag], *rest))
+    made = dataclasses.make_dataclass(f"{title.title()}Flags", rows, frozen=True, kw_only=True)
+    made.__doc__ = description
+    return made
+
+
+def _default(f: dataclasses.Field[Any], values: Any) -> Any:
+    if values is not None:
+        return getattr(values, f.name)
+    if f.name == "workers":
+        return None  # the number of cores, when all else is known
+    return f.default if f.default_factory is MISSING else f.default_factory()
+
+
+def _always(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _flag(name: str, text: str, values: Any) -> Any:
+    import tyro
+
+    more: dict[str, Any] = {}
+    if name == "workers":
+        more = {"aliases": ["-n"], "metavar": "N"}
+        if values is None:
+            cores = os.cpu_count() or 1
+            more["help_behavior_hint"] = f"(default: one for each core, {cores} here)"
+    elif name == "env":
+        more = {"metavar": "ID"}
+    elif name == "target_return":
+        more = {"metavar": "X", "help_behavior_hint": "(default: none)"}
+    return tyro.conf.arg(help=text, **more)
+
+
+def _flag_type(hint: Any) -> Any:
+    """The field's type, with our own reading of whole numbers, schedules and tables."""
+    if hint is int:
+        return _read_by("N", 1, lambda words: whole_number(words[0]))
+    if float in get_args(hint) and str in get_args(hint):
+        return _read_by("X|SCHEDULE", 1, lambda words: _number_or_text(words[0]))
+    if get_origin(hint) is dict:
+        return _read_by("[NAME=VALUE ...]", "*", table_of)
+    return hint
+
+
+def _read_by(metavar: str, count: Any, read: Callable[[list[str]], Any]) -> Any:
+    from tyro.constructors import PrimitiveConstructorSpec
+
+    spec: Any = PrimitiveConstructorSpec(
+        nargs=count,
+        metavar=metavar,
+        instance_from_str=read,
+        is_instance=lambda value: True,  # defaults are our own
+        str_from_instance=_words_of,
+    )
+    return Annotated[Any, spec]
+
+
+def whole_number(text: str) -> int:
+    """100000, 100_000 and 1e5 are the same; ValueError for what is not whole."""
+    try:
+        return int(text)
+    except ValueError:
+        value = _number_or_text(text)
+    if isinstance(value, str) or not value.is_integer():
+        raise ValueError(f"{text} is not a whole number")
+    return int(value)
+
+
+def _number_or_text(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def table_of(words: list[str]) -> dict[str, Any]:
+    """["size=5", "hard=true", "name=maze"] -> values as TOML reads them, else text."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not name or not equals:
+            raise ValueError(f"{word} is not of the form NAME=VALUE")
+        try:
+            found[name] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[name] = text
+    return found
+
+
+def _words_of(value: Any) -> list[str]:
+    """A default as it would be typed."""
+    if isinstance(value, Mapping):
+        return [f"{name}={part}" for name, part in value.items()] or ["none"]
+    return [str(value)]

@@ -1,0 +1,278 @@
+"""A run as data: frozen dataclasses, from keyword arguments, from TOML, and back.
+
+Every number is for all workers together unless its name says otherwise, so that adding workers
+changes the speed and not what is learned. The line under each field is its help on the command
+line. Cross-checks between the values are in `validate.py`; here only names and types are checked.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import os
+import textwrap
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal
+
+from manyhands import support
+from manyhands.errors import ConfigError, SupportError
+from manyhands.experiment.toml_text import to_toml
+from manyhands.experiment.values import coerce
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What to train on, with how many workers, and where the results go."""
+
+    env: str
+    """Gymnasium id, such as CartPole-v1, or package.module:function that makes an environment."""
+    strategy: str = ""
+    """Who acts and who learns: single, gather or allreduce (empty: single for one worker, else
+    allreduce)."""
+    engine: str = "local"
+    """How workers run and talk: inline, local, mpi, ray or torch."""
+    workers: int = 1
+    """Number of workers."""
+    steps: int = 100_000
+    """Environment steps of all workers together."""
+    seed: int = 1
+    """Root of every random number of the run; the same seed and workers repeat it."""
+    run_dir: str = ""
+    """Folder of the results (empty: runs/ENV/ALGORITHM-STRATEGY/SEED-TIME)."""
+    target_return: float | None = None
+    """End as solved once the mean return of the last 100 finished episodes is at least this."""
+    num_envs: int = 8
+    """Environments of all workers together."""
+    rollout_length: int = 128
+    """Steps of each environment between updates."""
+    collect: Literal["steps", "episodes"] = "steps"
+    """A batch is a fixed number of steps of each environment, or whole episodes."""
+    batch_steps: int = 0
+    """With collect=episodes: whole episodes until there are so many steps in all."""
+    env_backend: str = "auto"
+    """What steps the environments: auto, gymnasium, vector, envpool or atari."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Handed to the environment when it is made."""
+    normalize_observations: bool = False
+    """Bring observations to mean 0 and deviation 1, with statistics of all workers."""
+    normalize_rewards: bool = False
+    """Divide rewards by the deviation of the discounted return."""
+    box_actions: Literal["clip", "scale"] = "clip"
+    """Continuous actions: cut to the bounds, or scale [-1, 1] to them."""
+    hidden: tuple[int, ...] = (64, 64)
+    """Width of each hidden layer."""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """Between the layers."""
+    shared_network: bool = False
+    """One trunk for policy and value, instead of two."""
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where to learn; auto takes a GPU if there is one."""
+    timeout: float = 60.0
+    """Seconds that any wait for other workers may take; 0 waits for ever."""
+    log_every: int = 1
+    """Updates between records of metrics."""
+    quiet: bool = False
+    """Print nothing but errors."""
+    address: str = ""
+    """With engine=ray: join the cluster at this address instead of starting one."""
+
+    @property
+    def envs_per_worker(self) -> int:
+        return self.num_envs // self.workers
+
+    @property
+    def batch(self) -> int:
+        """Steps of one update, of all workers together (at least so many, for whole episodes)."""
+        if self.collect == "episodes":
+            return self.batch_steps
+        return self.num_envs * self.rollout_length
+
+
+# In which part of the help a field stands
+GROUPS: dict[str, tuple[str, ...]] = {
+    "run": ("env", "steps", "seed", "target_return", "run_dir", "log_every", "quiet"),
+    "worker": ("workers", "strategy", "engine", "device", "timeout", "address"),
+    "batch": ("num_envs", "rollout_length", "collect", "batch_steps"),
+    "environment": (
+        "env_backend", "env_kwargs", "normalize_observations", "normalize_rewards", "box_actions",
+    ),
+    "network": ("hidden", "activation", "shared_network"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Everything that decides a run."""
+
+    algorithm: str
+    run: RunConfig
+    options: Any  # the algorithm's own frozen config
+
+    @property
+    def strategy(self) -> str:
+        """The strategy by name, also where the user left it to us."""
+        return self.run.strategy or ("single" if self.run.workers == 1 else "allreduce")
+
+
+def options_class(algorithm: str) -> type[Any]:
+    """The config dataclass of an algorithm."""
+    if algorithm not in support.ALGORITHMS:
+        known = support.built()
+        raise ConfigError(f"there is no algorithm {algorithm!r}; {nearest(algorithm, known)}")
+    from manyhands.algorithms import CONFIGS
+
+    if algorithm not in CONFIGS:
+        raise SupportError(f"{algorithm} is not built yet; there are {', '.join(CONFIGS)}")
+    return CONFIGS[algorithm]
+
+
+def build(algorithm: str, **overrides: Any) -> Experiment:
+    """An experiment from defaults and overrides; each names a field of the run or the algorithm."""
+    options = options_class(algorithm)
+    run_names, option_names = names_of(RunConfig), names_of(options)
+    faults = [
+        f"there is no option {name!r}; {nearest(name, [*run_names, *option_names])}"
+        for name in overrides
+        if name not in run_names and name not in option_names
+    ]
+    run_values = {k: v for k, v in overrides.items() if k in run_names}
+    option_values = {k: v for k, v in overrides.items() if k in option_names}
+    return _assemble(algorithm, options, run_values, option_values, faults)
+
+
+def to_plain(experiment: Experiment) -> dict[str, Any]:
+    """Nested plain data: {"algorithm": "ppo", "run": {...}, "ppo": {...}}."""
+    return {
+        "algorithm": experiment.algorithm,
+        "run": _plain_fields(experiment.run),
+        experiment.algorithm: _plain_fields(experiment.options),
+    }
+
+
+def from_plain(data: Mapping[str, Any]) -> Experiment:
+    """The experiment that `to_plain` was given; ConfigError names each wrong key and value."""
+    algorithm = data.get("algorithm")
+    if not isinstance(algorithm, str):
+        raise ConfigError(f"algorithm={algorithm!r}: a name is needed, such as algorithm = 'ppo'")
+    options = options_class(algorithm)
+    faults = []
+    for key in data:
+        if key in support.ALGORITHMS and key != algorithm:
+            faults.append(f"there is a table [{key}], but the algorithm is {algorithm}")
+        elif key not in ("algorithm", "run", algorithm):
+            near = nearest(key, ["algorithm", "run", algorithm])
+            faults.append(f"there is no table or key {key!r}; {near}")
+    parts = []
+    for name, cls in (("run", RunConfig), (algorithm, options)):
+        part = data.get(name, {})
+        if not isinstance(part, Mapping):
+            faults.append(f"{name}={part!r}: a table [{name}] is expected")
+            part = {}
+        known = names_of(cls)
+        faults += [
+            f"[{name}] has no option {key!r}; {nearest(key, known)}"
+            for key in part
+            if key not in known
+        ]
+        parts.append({k: v for k, v in part.items() if k in known})
+    return _assemble(algorithm, options, parts[0], parts[1], faults)
+
+
+def save_toml(path: str | os.PathLike[str], experiment: Experiment) -> None:
+    """Write the experiment so that `load_toml` gives it back; None is left out."""
+    with open(path, "w", encoding="utf-8", newline="\n") as file:
+        file.write(to_toml(to_plain(experiment)))
+
+
+def load_toml(path: str | os.PathLike[str]) -> Experiment:
+    """The experiment in a file; ConfigError says what is wrong and in which file."""
+    try:
+        with open(path, "rb") as file:
+            data = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{os.fspath(path)} is not TOML: {error}") from error
+    try:
+        return from_plain(data)
+    except ConfigError as error:
+        raise ConfigError(f"{os.fspath(path)}: {error}") from error
+
+
+def join_faults(faults: list[str]) -> str:
+    """One fault as it is; several as a numbered list."""
+    if len(faults) == 1:
+        return faults[0]
+    rows = [f"  {i}. {fault}" for i, fault in enumerate(faults, 1)]
+    return "\n".join([f"{len(faults)} things are wrong:", *rows])
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Words that help whoever mistyped a name."""
+    known = list(known)
+    by_lower = {k.lower().replace("-", "_"): k for k in known}
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), by_lower, 3, 0.6)
+    if near:
+        return f"did you mean {', '.join(by_lower[n] for n in near)}?"
+    return f"there are {', '.join(known)}"
+
+
+def names_of(cls: type[Any]) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]
+
+
+def hints_of(cls: type[Any]) -> dict[str, Any]:
+    """Field -> its type, with names written as text looked up."""
+    return typing.get_type_hints(cls)
+
+
+def help_of(cls: type[Any]) -> dict[str, str]:
+    """Field -> the string that stands under it in the source; parents' fields included."""
+    found: dict[str, str] = {}
+    owners = [owner for owner in reversed(cls.__mro__) if "__dataclass_fields__" in vars(owner)]
+    for owner in owners:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        body = tree.body if isinstance(tree, ast.ClassDef) else []
+        for one, following in itertools.pairwise(body):
+            match one, following:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str() as text)),
+                ):
+                    found[name] = " ".join(text.split())
+    return found
+
+
+def _plain_fields(config: Any) -> dict[str, Any]:
+    values = {name: getattr(config, name) for name in names_of(type(config))}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def _assemble(
+    algorithm: str,
+    options: type[Any],
+    run_values: Mapping[str, Any],
+    option_values: Mapping[str, Any],
+    faults: list[str],
+) -> Experiment:
+    parts = []
+    for cls, values in ((RunConfig, run_values), (options, option_values)):
+        part = {}
+        for name, value in values.items():
+            try:
+                part[name] = coerce(name, value, hints_of(cls)[name])
+            except ConfigError as error:
+                faults.append(str(error))
+        for f in dataclasses.fields(cls):
+            if f.default is MISSING and f.default_factory is MISSING and f.name not in values:
+                faults.append(f"{f.name} is missing; {f.name}: {help_of(cls).get(f.name, '')}")
+        parts.append(part)
+    if faults:
+        raise ConfigError(join_faults(faults))
+    return Experiment(algorithm, RunConfig(**parts[0]), options(**parts[1]))

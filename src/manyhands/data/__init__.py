@@ -1,0 +1,1 @@
+"""Where experience rests between acting and learning."""

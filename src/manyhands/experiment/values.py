@@ -1,0 +1,100 @@
+"""Values of configurations: what a field's type accepts, and the words when it does not."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, Union
+
+from manyhands.errors import ConfigError
+
+
+def coerce(name: str, value: Any, hint: Any) -> Any:
+    """The value as the field's type has it; ConfigError when it is of another kind.
+
+    Whole floats are taken for ints (steps=1e6), ints for floats, lists for tuples, numpy's
+    scalars for Python's.
+    """
+    origin = typing.get_origin(hint)
+    if origin in (Union, UnionType):
+        return _coerce_union(name, value, hint)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return _coerce_tuple(name, value, hint)
+    if (hint is dict or origin is dict) and isinstance(value, Mapping):
+        return plain(name, value)
+    if origin is Literal and isinstance(value, str) and value in typing.get_args(hint):
+        return value
+    if hint in (bool, str, NoneType) and isinstance(value, hint):
+        return value
+    if hint in (int, float):
+        number = _number(value, hint)
+        if number is not None:
+            return number
+    raise ConfigError(f"{name}={value!r}: {words(hint)} is expected")
+
+
+def _number(value: Any, kind: Any) -> int | float | None:
+    """The value as an int or a float, None if it is neither; True is never a number here."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    if kind is float:
+        return float(value)
+    if isinstance(value, Integral):
+        return int(value)
+    return int(float(value)) if float(value).is_integer() else None
+
+
+def _coerce_union(name: str, value: Any, hint: Any) -> Any:
+    members = typing.get_args(hint)
+    exact = [m for m in members if m is type(value)]
+    for member in [*exact, *members]:
+        try:
+            return coerce(name, value, member)
+        except ConfigError:
+            continue  # another member may fit; the error below names them all
+    raise ConfigError(f"{name}={value!r}: {words(hint)} is expected")
+
+
+def _coerce_tuple(name: str, value: Any, hint: Any) -> tuple[Any, ...]:
+    members = typing.get_args(hint)
+    if len(members) == 2 and members[1] is ...:
+        members = (members[0],) * len(value)
+    if len(members) != len(value):
+        raise ConfigError(f"{name}={value!r}: {len(members)} values are expected")
+    pairs = zip(value, members, strict=True)
+    return tuple(coerce(f"{name}[{i}]", v, m) for i, (v, m) in enumerate(pairs))
+
+
+def words(hint: Any) -> str:
+    """A type in a user's words."""
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(words(m) for m in members))
+    if origin is Literal:
+        return " or ".join(map(repr, members))
+    if origin is tuple:
+        return f"a list ({words(members[0])} each)"
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return plain.get(hint, "nothing" if hint is NoneType else "a table")
+
+
+def plain(name: str, value: Any) -> Any:
+    """Plain data that TOML can hold, or ConfigError: it would be lost from the run's record."""
+    if isinstance(value, Mapping):
+        bad = [k for k in value if not isinstance(k, str)]
+        if bad:
+            raise ConfigError(f"{name} has the key {bad[0]!r}: keys are text")
+        return {k: plain(f"{name}.{k}", v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(f"{name}[{i}]", v) for i, v in enumerate(value)]
+    if isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise ConfigError(
+        f"{name}={value!r}: text, numbers, true or false, lists and tables of these are expected"
+    )

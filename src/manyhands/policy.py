@@ -1,0 +1,141 @@
+"""A trained policy, away from every engine: numpy in, numpy out.
+
+    policy = manyhands.load("runs/CartPole-v1/ppo-allreduce/1-...")
+    action = policy.act(observation, deterministic=True)
+
+The file is safetensors: weights by name, and the normaliser's numbers. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from manyhands import seeding
+from manyhands.config import Experiment, load_toml
+from manyhands.data.rollout import Normaliser, Obs
+from manyhands.envs import make_vec
+from manyhands.envs.spaces import ActionMap
+from manyhands.errors import ConfigError
+from manyhands.networks.build import ActorCritic, build_actor_critic
+from manyhands.networks.fast import mode, sample
+from manyhands.trees import Array
+
+FILE = "policy.safetensors"
+
+
+def build_model(experiment: Experiment, observation_space: Any, action_space: Any) -> ActorCritic:
+    """The network that a configuration asks for, with the weights its seed begins with."""
+    run = experiment.run
+    return build_actor_critic(
+        observation_space,
+        action_space,
+        hidden=run.hidden,
+        activation=run.activation,
+        shared=run.shared_network,
+        seed=seeding.integer(run.seed, "weights"),
+    )
+
+
+def build_normaliser(experiment: Experiment, observation_space: Any) -> Normaliser:
+    run = experiment.run
+    return Normaliser(
+        observation_space,
+        run.normalize_observations,
+        run.normalize_rewards,
+        experiment.options.gamma,
+    )
+
+
+def save_policy(folder: Path, model: ActorCritic, normaliser: Normaliser) -> None:
+    """Write the whole file or none of it."""
+    from safetensors.numpy import save_file
+
+    arrays = {f"model/{k}": v.detach().cpu().numpy() for k, v in model.state_dict().items()}
+    for part, state in normaliser.state().items():
+        arrays |= {f"normaliser/{part}/{k}": np.asarray(v) for k, v in state.items()}
+    beside = folder / f"{FILE}.tmp"
+    save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, beside)
+    os.replace(beside, folder / FILE)
+
+
+class Policy:
+    """Acts as the policy did in training: observations normalised, actions brought to bounds."""
+
+    def __init__(
+        self, model: ActorCritic, normaliser: Normaliser, action_space: Any, box_actions: Any
+    ) -> None:
+        self.model, self.normaliser = model.eval(), normaliser
+        self._to_env = ActionMap(action_space, box_actions)
+        self._rng = np.random.default_rng()
+
+    def act(self, observation: Obs, deterministic: bool = True) -> Any:
+        """The action for one observation, as the environment takes it."""
+        one = (
+            {k: np.asarray(v)[None] for k, v in observation.items()}
+            if isinstance(observation, dict)
+            else np.asarray(observation)[None]
+        )
+        return self.act_batch(one, deterministic)[0]
+
+    @torch.no_grad()
+    def act_batch(self, observations: Obs, deterministic: bool = True) -> Array:
+        """Actions for observations [N, ...]."""
+        seen = self.normaliser.apply(observations)
+        tensors = (
+            {k: torch.as_tensor(v) for k, v in seen.items()}
+            if isinstance(seen, dict)
+            else torch.as_tensor(seen)
+        )
+        parameters = self.model.policy(tensors).numpy()
+        if deterministic:
+            size = self.model.policy_out.out_features  # a Gaussian's deviations come after
+            chosen = mode(self.model.head, parameters[:, :size])
+        else:
+            chosen, _ = sample(self.model.head, parameters, self._rng)
+        return self._to_env(chosen)
+
+
+def load(run_dir: str | os.PathLike[str]) -> Policy:
+    """The policy that a run has left in its folder."""
+    from safetensors.numpy import load_file
+
+    folder = Path(run_dir)
+    for name in ("config.toml", FILE):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder} holds no {name}: is it the folder of a finished run?")
+    experiment = load_toml(folder / "config.toml")
+    run = experiment.run
+    envs = make_vec(run.env, 1, backend=run.env_backend, seed=0, **run.env_kwargs)  # type: ignore[arg-type]
+    spaces = envs.observation_space, envs.action_space
+    envs.close()
+    model = build_model(experiment, *spaces)
+    normaliser = build_normaliser(experiment, spaces[0])
+    arrays = load_file(folder / FILE)
+    weights = {k.removeprefix("model/"): torch.from_numpy(v) for k, v in arrays.items()
+               if k.startswith("model/")}  # fmt: skip
+    _check_keys(model, weights)
+    model.load_state_dict(weights)
+    states: dict[str, dict[str, Array]] = {}
+    for key, value in arrays.items():
+        if key.startswith("normaliser/"):
+            _, part, name = key.split("/")
+            states.setdefault(part, {})[name] = value
+    normaliser.load_state(states)
+    return Policy(model, normaliser, spaces[1], run.box_actions)
+
+
+def _check_keys(model: ActorCritic, weights: dict[str, torch.Tensor]) -> None:
+    """ConfigError that names the key that differs, and how."""
+    wanted = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    found = {k: tuple(v.shape) for k, v in weights.items()}
+    for key in sorted(wanted.keys() | found.keys()):
+        if wanted.get(key) != found.get(key):
+            raise ConfigError(
+                f"{FILE} does not fit this network: {key} is {found.get(key, 'not there')} in the "
+                f"file and {wanted.get(key, 'not there')} in the network"
+            )

@@ -1,0 +1,105 @@
+"""One worker's part of a run: its environments, its policy, its place in the group, its records.
+
+A strategy is a program over a Team. Whether this worker is the one that writes is the records'
+own affair.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from manyhands.algorithms import ALGORITHMS, Across, Algorithm, Alone
+from manyhands.config import Experiment
+from manyhands.data.noise import EnvNoise
+from manyhands.data.rollout import Collector, Rollout
+from manyhands.engines.base import Worker
+from manyhands.engines.group import Group
+from manyhands.envs import make_vec
+from manyhands.experiment.records import Records
+from manyhands.experiment.timing import Phases
+from manyhands.policy import build_model, build_normaliser
+from manyhands.strategies.across import OverGroup
+
+_EPISODE = 4  # numbers told of an episode: env, return, length, step at which it ended
+
+
+class Team:
+    """Everything that one worker of a synchronous on-policy run needs."""
+
+    def __init__(self, experiment: Experiment, worker: Worker, records: Records) -> None:
+        run = experiment.run
+        self.experiment, self.records = experiment, records
+        self.group: Group = worker.group
+        self.phases = Phases()
+        rank, size = self.group.rank, self.group.size
+        first, here = run.num_envs * rank // size, run.num_envs // size
+        envs = make_vec(
+            run.env,
+            here,
+            backend=run.env_backend,  # type: ignore[arg-type]  # validate.py has checked it
+            seed=run.seed,
+            worker=rank,
+            box_actions=run.box_actions,
+            **run.env_kwargs,
+        )
+        envs.number_from(first)
+        self.first_env = first
+        self.algorithm = self._algorithm(envs)
+        self.normaliser = build_normaliser(experiment, envs.observation_space)
+        noise = EnvNoise(run.seed, first, here)
+        self.collector = Collector(
+            envs, self.algorithm.actor, run.rollout_length, noise, self.normaliser
+        )
+        self.across: Across = OverGroup(self.group, self.phases) if size > 1 else Alone()
+        self.steps = 0  # environment steps of all workers
+        self.updates = 0
+        self.solved = False
+
+    def _algorithm(self, envs: Any) -> Algorithm:
+        model = build_model(self.experiment, envs.observation_space, envs.action_space)
+        kind = ALGORITHMS[self.experiment.algorithm]
+        return kind(model, self.experiment.options, seed=self.experiment.run.seed)
+
+    @property
+    def progress(self) -> float:
+        """How much of the run is done, from 0 to 1: what schedules look at."""
+        return min(1.0, self.steps / self.experiment.run.steps)
+
+    def goes_on(self) -> bool:
+        """The same answer on all workers: it depends on what all have been told alike."""
+        return not self.solved and self.steps < self.experiment.run.steps
+
+    def share_weights(self) -> None:
+        """The main worker's weights, on all."""
+        flat = self.algorithm.flat.data
+        if self.group.size > 1:
+            flat.copy_(self.group.broadcast(flat))
+
+    def check_replicas(self) -> None:
+        if self.group.size > 1:
+            with self.phases("synchronisation"):
+                self.group.check_equal("replicas", {"weights": self.algorithm.flat.data})
+
+    def close_update(self, rollout: Rollout, info: dict[str, float]) -> None:
+        """Tell all workers what was seen, count it, and write it down."""
+        with self.phases("synchronisation"):
+            total = self.group.sum if self.group.size > 1 else None
+            self.normaliser.synchronise(total)
+            told = self.group.all_gather({"steps": rollout.steps, "episodes": self._told(rollout)})
+        with self.phases("logging"):
+            self.steps += int(np.sum(told["steps"]))
+            self.updates += 1
+            self.records.episodes(self.steps, told["episodes"])
+            target = self.experiment.run.target_return
+            self.solved = self.records.returns.solved(target)
+            self.records.update(self.steps, self.updates, info, self.phases)
+            self.records.keep(self.algorithm.model, self.normaliser)
+
+    def _told(self, rollout: Rollout) -> Any:
+        rows = [
+            [self.first_env + e.env, e.total_return, e.length, self.group.rank]
+            for e in rollout.episodes
+        ]
+        return np.array(rows, dtype=np.float64).reshape(-1, _EPISODE)
