@@ -17,8 +17,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(READY)
 
-run: $(READY)   ## solve CartPole on all cores with the own-script example
-	$(BIN)/manyhands launch -n $$($(BIN)/python -c 'import os; print(min(8, os.cpu_count()))') examples/own_loop/after_allreduce.py
+run: $(READY)   ## train PPO on CartPole on all cores until it is solved
+	$(BIN)/manyhands train ppo --env CartPole-v1 --target-return 475 --steps 200000
 
 test: $(READY) lint type   ## what CI runs
 	$(BIN)/python -m pytest -q -m "not slow"

@@ -49,8 +49,9 @@ class RunConfig:
     """End as solved once the mean return of the last 100 finished episodes is at least this."""
     num_envs: int = 8
     """Environments of all workers together."""
-    rollout_length: int = 128
-    """Steps of each environment between updates."""
+    rollout_length: int = 0
+    """Steps of each environment between updates (0: what suits the algorithm; a2c 16, ppo and
+    trpo 256)."""
     collect: Literal["steps", "episodes"] = "steps"
     """A batch is a fixed number of steps of each environment, or whole episodes."""
     batch_steps: int = 0
@@ -275,4 +276,7 @@ def _assemble(
         parts.append(part)
     if faults:
         raise ConfigError(join_faults(faults))
-    return Experiment(algorithm, RunConfig(**parts[0]), options(**parts[1]))
+    run = RunConfig(**parts[0])
+    if run.rollout_length == 0:
+        run = dataclasses.replace(run, rollout_length=options.ROLLOUT_LENGTH)
+    return Experiment(algorithm, run, options(**parts[1]))

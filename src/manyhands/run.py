@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ def train_worker(plain: dict[str, Any]) -> dict[str, Any]:
     from manyhands.experiment.records import Records
     from manyhands.strategies import STRATEGIES, Team
 
+    began = time.perf_counter()
     experiment = from_plain(plain)
     worker = attach()
     main = worker.place.rank == 0
@@ -87,6 +89,7 @@ def train_worker(plain: dict[str, Any]) -> dict[str, Any]:
     team: Team | None = None
     try:
         team = Team(experiment, worker, records)
+        team.phases.add("starting", time.perf_counter() - began)
         STRATEGIES[experiment.strategy](team)
         records.keep(team.algorithm.model, team.normaliser, now=True)
         times = worker.group.exchange(team.phases.totals())

@@ -11,6 +11,7 @@ normalised over the rows of all workers. With `--strategy gradient_server` it wi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from manyhands.trees import Array
 
 @dataclass(frozen=True)
 class A2CConfig:
+    ROLLOUT_LENGTH: ClassVar[int] = 16
+
     learning_rate: float | str = "linear:2e-3"
     """Step size; a number, or a schedule over the run such as linear:2e-3 (down to 0)."""
     gamma: float = 0.99

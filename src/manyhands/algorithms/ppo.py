@@ -13,7 +13,7 @@ With `--kl-penalty` the clip is replaced by β KL, β adapted after each update 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ from manyhands.trees import Array
 
 @dataclass(frozen=True)
 class PPOConfig:
+    ROLLOUT_LENGTH: ClassVar[int] = 256
+
     learning_rate: float | str = "linear:1e-3"
     """Step size; a number, or a schedule over the run such as linear:1e-3 (down to 0)."""
     gamma: float = 0.99

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ from manyhands.trees import Array
 
 @dataclass(frozen=True)
 class TRPOConfig:
+    ROLLOUT_LENGTH: ClassVar[int] = 256
+
     max_kl: float = 0.01
     """Radius of the trust region: KL between the policies before and after an update."""
     gamma: float = 0.99

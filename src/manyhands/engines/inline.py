@@ -226,10 +226,18 @@ class _Wait:
 
 class InlineWorker(Worker):
     def __init__(self, world: World, rank: int) -> None:
-        self.world, self.timeout = world, world.timeout
+        self.world = world
         n = world.size
         self.place = Place("inline", rank, n, rank, n, role_rank=rank, role_size=n)
         self.group = Group(InlineTransport(world, rank, range(n)))
+
+    @property
+    def timeout(self) -> float:  # type: ignore[override]
+        return self.world.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self.world.timeout = seconds  # all workers wait, and are watched, in one process
 
     def channel(self, name: str, *, reader: int = 0, capacity: int = 8) -> Channel:
         return InlineChannel(self, name, reader, capacity)
