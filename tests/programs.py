@@ -528,3 +528,43 @@ def not_there() -> list[str]:
         except SupportError as error:
             said.append(str(error))
     return said
+
+
+# -- equivalence -----------------------------------------------------------------------------------
+
+
+def train_by_gather(steps: int, rows: int) -> dict[str, Any]:
+    """Regression where rows are joined on the main worker, which alone updates and sends back."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    par = Parallel()
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(steps, rows, 5, generator=generator)
+    y = torch.randn(steps, rows, 1, generator=generator)
+    cut = [0, *(rows * r // par.size + 1 for r in range(1, par.size)), rows]  # unequal parts
+    mine = slice(cut[par.rank], cut[par.rank + 1])
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        par.sync(model)
+        batch = par.gather({"x": x[step, mine], "y": y[step, mine]})
+        if batch is not None:
+            loss = (model(batch["x"]) - batch["y"]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    par.sync(model)
+    par.check_synced(model)
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def train_all_ways(steps: int, rows: int) -> dict[str, Any]:
+    """Every way of learning together, one after the other in the same workers."""
+    return {
+        "averaged": train_on_shares(steps, rows),
+        "averaged again": train_on_shares(steps, rows),
+        "unequal": train_on_shares(steps, rows, True),
+        "gathered": train_by_gather(steps, rows),
+    }

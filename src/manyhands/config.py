@@ -230,7 +230,8 @@ def names_of(cls: type[Any]) -> list[str]:
 
 def hints_of(cls: type[Any]) -> dict[str, Any]:
     """Field -> its type, with names written as text looked up."""
-    return typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls)
+    return {name: hints[name] for name in names_of(cls)}
 
 
 def help_of(cls: type[Any]) -> dict[str, str]:
@@ -278,5 +279,5 @@ def _assemble(
         raise ConfigError(join_faults(faults))
     run = RunConfig(**parts[0])
     if run.rollout_length == 0:
-        run = dataclasses.replace(run, rollout_length=options.ROLLOUT_LENGTH)
+        run = dataclasses.replace(run, rollout_length=getattr(options, "ROLLOUT_LENGTH", 256))
     return Experiment(algorithm, run, options(**parts[1]))

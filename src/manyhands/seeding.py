@@ -44,8 +44,15 @@ def part_from_main(rank: int) -> None:
 
     WHY: a script that seeds once, or not at all (torch then starts from a constant), would draw
     the same actions on every worker. The main worker's streams stay as they are.
+    CRUCIAL: each library's stream comes from that library alone. A script that seeds only torch
+    leaves the others to chance, and must still repeat to the bit.
     """
+    random.seed(_parted(random.getrandbits(64), rank))
+    np.random.seed(_parted(int(np.random.randint(2**31)), rank) & 0xFFFFFFFF)
     torch = sys.modules.get("torch")
-    now = [random.getrandbits(64), int(np.random.randint(2**31))]
-    now.append(torch.initial_seed() if torch is not None else 0)
-    seed_everything(int(np.random.SeedSequence(now).generate_state(1, np.uint64)[0]), "part", rank)
+    if torch is not None:
+        torch.manual_seed(_parted(torch.initial_seed(), rank) >> 1)
+
+
+def _parted(seed: int, rank: int) -> int:
+    return int(sequence(seed, "part", rank).generate_state(1, np.uint64)[0])

@@ -27,6 +27,21 @@ class Leaf(NamedTuple):
     restore: Callable[[Array], Any]  # array of the same dtype -> number, numpy array or tensor
 
 
+def to_host(x: Any, path: str = "") -> Any:
+    """A tensor as plain host memory that numpy can hold; ConfigError where it cannot be."""
+    torch = sys.modules["torch"]
+    try:
+        host = x.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+        (host.view(torch.int16) if host.dtype is torch.bfloat16 else host).numpy()
+    except (TypeError, RuntimeError, NotImplementedError):  # float8, sparse, quantised, meta ...
+        where = f"{path!r}" if path else "the value"
+        raise ConfigError(
+            f"{where} is a tensor of {x.dtype}, {x.layout} on {x.device}; only dense tensors of "
+            "bool, integer, float or complex dtype can travel between workers"
+        ) from None
+    return host
+
+
 def is_tensor(x: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
@@ -47,6 +62,8 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Callable[[list[Any]], Tree]]:
 def _walk(node: Tree, path: str, leaves: list[Leaf]) -> Callable[[Any], Tree]:
     if isinstance(node, dict):
         keys = sorted(node, key=str)
+        if len({str(k) for k in keys}) < len(keys):
+            raise ConfigError(f"two keys of {path or 'the tree'} read alike: {keys}")
         parts = [(k, _walk(node[k], f"{path}/{k}" if path else str(k), leaves)) for k in keys]
         order = list(node)
 
@@ -72,20 +89,39 @@ def _leaf(x: Any, path: str) -> Leaf:
     if is_tensor(x):
         return _tensor_leaf(x, path)
     if isinstance(x, np.ndarray):
-        array = np.ascontiguousarray(x).reshape(x.shape)  # ascontiguousarray makes 0-d into 1-d
+        array = x
+        if not x.flags.c_contiguous:
+            array = np.ascontiguousarray(x).reshape(x.shape)  # ascontiguousarray makes 0-d into 1-d
         if not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="))
-        _refuse_objects(array, path)
-        return Leaf(path, array, str(array.dtype), lambda a: a)
+        return Leaf(path, array, _dtype_name(array, path), _itself)
     array = np.asarray(x)
-    _refuse_objects(array, path)
-    return Leaf(path, array, str(array.dtype), lambda a: a.item() if a.ndim == 0 else a)
+    return Leaf(path, array, _dtype_name(array, path), _number)
+
+
+def _itself(array: Array) -> Any:
+    return array
+
+
+def _number(array: Array) -> Any:
+    return array.item() if array.ndim == 0 else array
+
+
+_NAMES: dict[Any, str] = {}  # numpy takes microseconds to spell a dtype
+
+
+def _dtype_name(array: Array, path: str) -> str:
+    name = _NAMES.get(array.dtype)
+    if name is None:
+        _refuse_objects(array, path)
+        name = _NAMES[array.dtype] = str(array.dtype)
+    return name
 
 
 def _tensor_leaf(x: Any, path: str) -> Leaf:
     torch = sys.modules["torch"]
     device, dtype = x.device, x.dtype
-    host = x.detach().to("cpu").contiguous()
+    host = to_host(x, path)
 
     def restore(a: Array) -> Any:
         # WHY copy when read-only: torch tensors over read-only memory are undefined behaviour.

@@ -10,6 +10,7 @@ worst be refused (`ConfigError`); it can never run code.
 from __future__ import annotations
 
 import json
+import re
 import struct
 import sys
 from typing import Any
@@ -17,10 +18,13 @@ from typing import Any
 import numpy as np
 
 from manyhands.errors import ConfigError
-from manyhands.trees import Tree, is_tensor
+from manyhands.trees import Tree, is_tensor, to_host
 
 _ALIGN = 64
 _MAX_DEPTH = 64
+_MAX_INT_BITS = 8192  # Python refuses to read numbers of more than 4,300 digits
+# WHY a list of our own: numpy's reader takes whole expressions (`f4,,` is a SyntaxError there).
+_DTYPE = re.compile(r"[<>|=]?[biufc]\d{1,2}")
 Buffer = bytes | bytearray | memoryview
 
 
@@ -50,6 +54,8 @@ class Packed:
     def _encode(self, x: Any, depth: int) -> Any:
         if depth > _MAX_DEPTH:
             raise ConfigError(f"a message is nested deeper than {_MAX_DEPTH} levels")
+        if type(x) is int and x.bit_length() > _MAX_INT_BITS:
+            raise ConfigError(f"an integer of {x.bit_length()} bits cannot travel between workers")
         if x is None or isinstance(x, (bool, str)) or type(x) in (int, float):
             return x
         if isinstance(x, dict):
@@ -58,7 +64,12 @@ class Packed:
             items = [self._encode(v, depth + 1) for v in x]
             return items if isinstance(x, list) else {"@tuple": items}
         if isinstance(x, (bytes, bytearray, memoryview)):
-            self._buffers.append(memoryview(x).cast("B"))
+            view = memoryview(x)
+            self._buffers.append(
+                memoryview(
+                    view.tobytes() if view.nbytes == 0 or not view.c_contiguous else view
+                ).cast("B")
+            )
             return {"@bytes": len(self._buffers) - 1}
         return self._encode_array(x)
 
@@ -73,7 +84,7 @@ class Packed:
         if is_tensor(x):
             torch = sys.modules["torch"]
             kind = "bfloat16" if x.dtype is torch.bfloat16 else "torch"
-            x = x.detach().to("cpu").contiguous()
+            x = to_host(x)
             x = (x.view(torch.int16) if kind == "bfloat16" else x).numpy()
         elif isinstance(x, np.generic):
             x = np.asarray(x)
@@ -107,7 +118,8 @@ def decode(data: Buffer, *, copy: bool = True) -> Tree:
             buffers.append(view[at : at + size])
             at += _aligned(size)
         return _decode(body, buffers, copy, 0)
-    except (ValueError, KeyError, TypeError, IndexError, struct.error, RecursionError) as fault:
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError,
+            struct.error) as fault:  # fmt: skip
         raise ConfigError(f"a message could not be read: {fault}") from None
 
 
@@ -128,9 +140,9 @@ def _decode(x: Any, buffers: list[memoryview], copy: bool, depth: int) -> Any:
 
 
 def _decode_array(x: dict[str, Any], buffer: memoryview, copy: bool) -> Any:
+    if not _DTYPE.fullmatch(str(x["t"])):
+        raise ValueError(f"dtype {x['t']!r} is refused")
     dtype = np.dtype(str(x["t"]))
-    if dtype.kind not in "biufc":
-        raise ValueError(f"dtype {dtype} is refused")
     array = np.frombuffer(buffer, dtype=dtype).reshape([int(n) for n in x["s"]])
     if x["k"] == "numpy":
         if copy:

@@ -204,6 +204,8 @@ def table(facts: dict[str, Any]) -> list[str]:
         f"on {machine['cores']} cores of {machine['cpu']}, load {machine['load']} at the start; "
         "compare numbers of one row, or ratios"
     )
+    if machine["load"] > 0.5:
+        lines.append("the machine was not idle: run it again when it is")
     return lines
 
 

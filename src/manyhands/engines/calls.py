@@ -75,11 +75,20 @@ def perform(text: str) -> Any:
 def find(name: str) -> Callable[..., Any]:
     """The function of that name; ConfigError when it is not there."""
     place, _, qualname = name.rpartition(":")
+    if not place:
+        raise ConfigError(f"{name!r} cannot be found: it is not of the form module:function")
     try:
         found: Any = _script(place) if place.endswith(".py") else importlib.import_module(place)
+    except ModuleNotFoundError as fault:
+        # WHY look at the name: what the module itself fails to import is the user's own trouble,
+        # and its traceback tells him where.
+        if fault.name is None or not f"{place}.".startswith(f"{fault.name}."):
+            raise
+        raise ConfigError(f"{name} cannot be found: {fault}") from None
+    try:
         for part in qualname.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as fault:
+    except AttributeError as fault:
         raise ConfigError(f"{name} cannot be found: {fault}") from None
     if not callable(found):
         raise ConfigError(f"{name} is not a function")
@@ -92,14 +101,17 @@ def _script(path: str) -> ModuleType:
     if _MAIN in sys.modules:
         return sys.modules[_MAIN]
     spec = importlib.util.spec_from_file_location(_MAIN, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"no such script: {path}")
+    if spec is None or spec.loader is None or not os.path.isfile(path):
+        raise ConfigError(f"the script {path} cannot be found on this machine")
     module = importlib.util.module_from_spec(spec)
     sys.modules[_MAIN] = module
     sys.path.insert(0, os.path.dirname(path))
     importing_main = True
     try:
         spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[_MAIN]  # half a module must not be found by the next call
+        raise
     finally:
         importing_main = False
     return module

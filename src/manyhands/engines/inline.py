@@ -232,7 +232,7 @@ class InlineWorker(Worker):
         self.group = Group(InlineTransport(world, rank, range(n)))
 
     @property
-    def timeout(self) -> float:  # type: ignore[override]
+    def timeout(self) -> float:
         return self.world.timeout
 
     @timeout.setter

@@ -12,11 +12,13 @@ import numpy as np
 
 from manyhands.algorithms import ALGORITHMS, Across, Algorithm, Alone
 from manyhands.config import Experiment
+from manyhands.data.episodes import EpisodeCollector, share_of
 from manyhands.data.noise import EnvNoise
 from manyhands.data.rollout import Collector, Rollout
 from manyhands.engines.base import Worker
 from manyhands.engines.group import Group
 from manyhands.envs import make_vec
+from manyhands.envs.adapter import VecAdapter
 from manyhands.experiment.records import Records
 from manyhands.experiment.timing import Phases
 from manyhands.policy import build_model, build_normaliser
@@ -48,10 +50,7 @@ class Team:
         self.first_env = first
         self.algorithm = self._algorithm(envs)
         self.normaliser = build_normaliser(experiment, envs.observation_space)
-        noise = EnvNoise(run.seed, first, here)
-        self.collector = Collector(
-            envs, self.algorithm.actor, run.rollout_length, noise, self.normaliser
-        )
+        self.collector = self._collector(envs, EnvNoise(run.seed, first, here))
         self.across: Across = OverGroup(self.group, self.phases) if size > 1 else Alone()
         self.steps = 0  # environment steps of all workers
         self.updates = 0
@@ -61,6 +60,13 @@ class Team:
         model = build_model(self.experiment, envs.observation_space, envs.action_space)
         kind = ALGORITHMS[self.experiment.algorithm]
         return kind(model, self.experiment.options, seed=self.experiment.run.seed)
+
+    def _collector(self, envs: VecAdapter, noise: EnvNoise) -> Collector | EpisodeCollector:
+        run, actor = self.experiment.run, self.algorithm.actor
+        if run.collect == "steps":
+            return Collector(envs, actor, run.rollout_length, noise, self.normaliser)
+        share = share_of(run.batch_steps, self.group.rank, self.group.size)
+        return EpisodeCollector(envs, actor, share, noise, self.normaliser)
 
     @property
     def progress(self) -> float:
@@ -87,11 +93,19 @@ class Team:
         with self.phases("synchronisation"):
             total = self.group.sum if self.group.size > 1 else None
             self.normaliser.synchronise(total)
-            told = self.group.all_gather({"steps": rollout.steps, "episodes": self._told(rollout)})
+            told = self.group.all_gather(
+                {
+                    "steps": rollout.steps,
+                    "stale": rollout.stale_share,
+                    "episodes": self._told(rollout),
+                }
+            )
         with self.phases("logging"):
             self.steps += int(np.sum(told["steps"]))
             self.updates += 1
             self.records.episodes(self.steps, told["episodes"])
+            if self.experiment.run.collect == "episodes":
+                info = info | {"stale_share": float(np.mean(told["stale"]))}
             target = self.experiment.run.target_return
             self.solved = self.records.returns.solved(target)
             self.records.update(self.steps, self.updates, info, self.phases)

@@ -1,0 +1,253 @@
+"""Whole episodes: each worker steps until those that have ended hold its share of the batch.
+
+    running   lanes [B, room]: env i writes its steps one behind the other in lane i
+    ended     rows [room]: when an episode ends, its lane is copied behind those that ended before
+    a batch   the first ended episodes that together reach the share; the rest stay for the next
+
+Nothing is thrown away: an episode that was not needed opens the next batch, and one that still runs
+goes on with the new weights, so that no worker waits for its slowest episode. Such rows are
+some versions old, and they are not passed off as new:
+
+    logp, value   of the policy that acted: the ratio in the surrogate is then the true one
+    parameters    of the policy that the update starts from. WHY: it is around that policy that the
+                  trust region lies. Measured from older ones, a part of the allowed KL would be
+                  spent before the first step, and the line search would halve good steps.
+
+Shares are fixed numbers of steps, so the same seed and number of workers give the same batches. A
+worker whose share is full waits for the others: on average for part of an episode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from manyhands.data.noise import EnvNoise
+from manyhands.data.rollout import Actor, Normaliser, Obs, Rollout
+from manyhands.envs.adapter import Episode, Final, VecAdapter
+from manyhands.errors import WorkerError
+from manyhands.trees import Array
+
+LONGEST = 200_000  # steps of one episode; the longest games of Atari take 27,000
+_ROOM = 256  # rows to begin with
+_AT_ONCE = 1024  # rows of one forward pass: those of images take much memory
+_KEY = "obs/"  # what the names of a Dict observation's columns begin with
+
+Columns = dict[str, Array]
+
+
+@dataclass
+class EpisodeRollout(Rollout):
+    """[N, 1] arrays: episode after episode, each whole. The next `collect` overwrites them."""
+
+    taken: int = 0  # environment steps in this call, whichever batch they will belong to
+    versions: Array = field(default_factory=lambda: np.zeros((0, 1), np.int64))  # who acted
+
+    @property
+    def steps(self) -> int:
+        return self.taken
+
+    @property
+    def stale_share(self) -> float:
+        return float((self.versions < self.version).mean())
+
+    @property
+    def start_versions(self) -> Array:
+        """The policy with which each episode began."""
+        ends = np.flatnonzero(self.terminated | self.truncated)
+        starts: Array = self.versions[np.concatenate([[0], ends[:-1] + 1]), 0]
+        return starts
+
+
+def share_of(batch_steps: int, rank: int, size: int) -> int:
+    """This worker's part of a batch. All parts sum to it, but that nobody's is less than 1."""
+    return max(1, batch_steps * (rank + 1) // size - batch_steps * rank // size)
+
+
+class EpisodeCollector:
+    """Steps the environments of one worker until enough episodes have ended."""
+
+    def __init__(
+        self,
+        envs: VecAdapter,
+        actor: Actor,
+        share: int,
+        noise: EnvNoise,
+        normaliser: Normaliser,
+        *,
+        longest: int = LONGEST,
+    ) -> None:
+        self.envs, self.actor, self.share = envs, actor, share
+        self.noise, self.normaliser = noise, normaliser
+        self.version = -1  # counts calls of `collect`: between two of them the policy changes once
+        self._longest = longest
+        self._now = envs.blank()  # overwritten by every step
+        self._lanes: Columns = {}  # [B, room, ...] the running episodes
+        self._numbers = np.arange(envs.num_envs)
+        self._lengths = np.zeros(envs.num_envs, np.intp)  # steps in each lane
+        self._rows: Columns = {}  # [room, ...] the ended ones
+        self._ends: list[int] = []  # the row behind each ended episode
+        self._given = 0  # rows of the batch that was handed out last
+        self._cut: list[tuple[int, Obs]] = []  # (row, last observation) that await V of it
+        self._unused = np.random.default_rng(0)  # for actions that nobody takes
+
+    def collect(self) -> EpisodeRollout:
+        """The next whole episodes, of at least `share` steps in all."""
+        self._forget_given()
+        self.version += 1
+        if self.version == 0:
+            self.envs.reset(self._now.obs)
+        taken = 0
+        episodes: list[Episode] = []
+        while self._filled < self.share:
+            taken += self._step()
+            episodes += self._now.episodes
+        self._bootstrap()
+        self._given = next(end for end in self._ends if end >= self.share)
+        self._centre()
+        return self._rollout(episodes, taken)
+
+    @property
+    def _filled(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _step(self) -> int:
+        """One step of every environment; how many of them were transitions."""
+        now = self._now
+        seen = self.normaliser.see(now.obs)
+        acted = self.actor.act(seen, self.noise)
+        columns = _columns_of(seen)
+        columns["action"], columns["logp"] = acted.actions, acted.logp
+        columns["value"], columns["parameters"] = acted.values, acted.parameters
+        if not self._lanes:  # shapes are known once the policy has spoken
+            self._make_room(columns)
+        place = self._place()
+        for name, column in columns.items():
+            self._lanes[name][place] = column
+        self._lanes["version"][place] = self.version
+        self.envs.step(acted.actions, now)
+        self.normaliser.scale(now.reward, now.terminated | now.truncated)
+        self._lanes["reward"][place] = now.reward
+        self._lengths += now.valid  # a row that is no transition is written over
+        for final in now.finals:
+            self._file(final)
+        return int(np.count_nonzero(now.valid))
+
+    def _place(self) -> tuple[Array, Array]:
+        """Where the rows of this step go: one in each lane."""
+        longest, room = int(self._lengths.max()), self._lanes["logp"].shape[1]
+        if longest >= self._longest:
+            raise WorkerError(
+                f"an episode of env {int(self._lengths.argmax())} has not ended in {longest:,} "
+                "steps. With --collect episodes every episode must end: give the environment a "
+                "time limit (--env-kwargs max_episode_steps=1000), or use --collect steps",
+                rank=self.envs.worker,
+            )
+        if longest >= room:
+            self._lanes = {n: _with_room(x, 2 * room, axis=1) for n, x in self._lanes.items()}
+        return self._numbers, self._lengths
+
+    def _make_room(self, columns: Columns) -> None:
+        for name, x in columns.items():
+            self._lanes[name] = np.zeros((len(x), _ROOM, *x.shape[1:]), x.dtype)
+            self._rows[name] = np.zeros((_ROOM, *x.shape[1:]), x.dtype)
+        for name, kind in (("reward", np.float32), ("version", np.int64)):
+            self._lanes[name] = np.zeros((self.envs.num_envs, _ROOM), kind)
+            self._rows[name] = np.zeros(_ROOM, kind)
+        for name in ("terminated", "truncated"):
+            self._rows[name] = np.zeros(_ROOM, bool)
+        self._rows["next_value"] = np.zeros_like(self._rows["value"])
+
+    def _file(self, final: Final) -> None:
+        """Copy the lane of an episode that has just ended behind the others."""
+        env, now, rows = final.env, self._now, self._rows
+        first, length = self._filled, int(self._lengths[env])
+        end, room = first + length, len(rows["logp"])
+        if end > room:
+            room = max(2 * room, end)
+            self._rows = rows = {n: _with_room(x, room, axis=0) for n, x in rows.items()}
+        for name, lane in self._lanes.items():
+            rows[name][first:end] = lane[env, :length]
+        rows["next_value"][first : end - 1] = rows["value"][first + 1 : end]
+        rows["next_value"][end - 1] = 0.0
+        for name, flag in (("terminated", now.terminated), ("truncated", now.truncated)):
+            rows[name][first:end] = False
+            rows[name][end - 1] = flag[env]
+        if not now.terminated[env]:
+            self._cut.append((end - 1, final.obs))
+        self._ends.append(end)
+        self._lengths[env] = 0
+
+    def _bootstrap(self) -> None:
+        """V(last observation) where an episode was cut off but did not terminate."""
+        if self._cut:
+            finals = _stacked([obs for _, obs in self._cut])
+            values = self.actor.value(self.normaliser.apply(finals))
+            self._rows["next_value"][[row for row, _ in self._cut]] = values
+            self._cut.clear()
+
+    def _centre(self) -> None:
+        """Distribution parameters as the policy gives them now, for rows of older ones."""
+        stale = np.flatnonzero(self._rows["version"][: self._given] < self.version)
+        for at in range(0, len(stale), _AT_ONCE):
+            some = stale[at : at + _AT_ONCE]
+            obs = _obs_of({name: x[some] for name, x in self._rows.items() if _is_obs(name)})
+            self._rows["parameters"][some] = self.actor.act(obs, self._unused).parameters
+
+    def _forget_given(self) -> None:
+        """Move the episodes that no batch has had yet to the front."""
+        if not self._given:
+            return
+        first, last = self._given, self._filled
+        for x in self._rows.values():
+            x[: last - first] = x[first:last]  # numpy minds that the two may overlap
+        self._ends = [end - first for end in self._ends if end > first]
+        self._given = 0
+
+    def _rollout(self, episodes: list[Episode], taken: int) -> EpisodeRollout:
+        rows = {name: x[: self._given, None] for name, x in self._rows.items()}  # [N, 1, ...]
+        return EpisodeRollout(
+            obs=_obs_of({name: x for name, x in rows.items() if _is_obs(name)}),
+            action=rows["action"],
+            logp=rows["logp"],
+            value=rows["value"],
+            parameters=rows["parameters"],
+            reward=rows["reward"],
+            terminated=rows["terminated"],
+            truncated=rows["truncated"],
+            valid=np.ones((self._given, 1), bool),
+            next_value=rows["next_value"],
+            episodes=episodes,
+            version=self.version,
+            taken=taken,
+            versions=rows["version"],
+        )
+
+
+def _is_obs(name: str) -> bool:
+    return name == "obs" or name.startswith(_KEY)
+
+
+def _columns_of(obs: Obs) -> Columns:
+    return {_KEY + k: v for k, v in obs.items()} if isinstance(obs, dict) else {"obs": obs}
+
+
+def _obs_of(columns: Columns) -> Obs:
+    whole = columns.get("obs")
+    return {k.removeprefix(_KEY): v for k, v in columns.items()} if whole is None else whole
+
+
+def _stacked(items: list[Obs]) -> Obs:
+    if isinstance(items[0], dict):
+        return {k: np.stack([i[k] for i in items]) for k in items[0]}
+    return np.stack(items)
+
+
+def _with_room(x: Array, room: int, *, axis: int) -> Array:
+    """The same numbers at the start of a longer array."""
+    shape = list(x.shape)
+    shape[axis] = room
+    longer = np.zeros(shape, x.dtype)
+    longer[tuple(slice(n) for n in x.shape)] = x
+    return longer

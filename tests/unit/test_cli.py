@@ -1,0 +1,204 @@
+"""The commands: exit codes, and one clear line for every wrong use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manyhands import __version__, bench
+from manyhands.cli.main import COMMANDS, main
+from manyhands.engines.base import ENGINES
+from manyhands.support import OK, PARTS, parts_of
+
+
+def run(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "manyhands.cli.main", *args],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | (env or {}),
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import sys, manyhands\npar = manyhands.Parallel()\n"
+        "par.print(par.size, sys.argv[1:])\n"
+        "par.barrier()  # the first to leave ends the others: let the main worker print before\n"
+        "sys.exit(int(sys.argv[1]))"
+    )
+    return str(path)
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in COMMANDS)
+    assert main([]) == 2  # nothing asked for: help, and not a success
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"manyhands {__version__}\n"
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_each_command_teaches_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main([command, "--help"])
+    except SystemExit as leave:  # argparse's way
+        code = int(leave.code or 0)
+    assert code == 0
+    assert f"usage: manyhands {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lanch"], "did you mean `manyhands launch`?"),
+        (["doktor"], "did you mean `manyhands doctor`?"),
+        (["xyzzy"], "type: manyhands --help"),
+        (["launch", "--engine", "locale", "SCRIPT"], "engine 'locale': engines are inline, local"),
+        (["launch", "-n", "0", "SCRIPT"], "at least 1 worker is needed; type: -n 1"),
+        (["launch", "-n", "-3", "SCRIPT"], "at least 1 worker is needed"),
+        (["launch", "--gpus", "999", "SCRIPT"], "--gpus 999: this machine has"),
+        (["launch", "--timeout", "-1", "SCRIPT"], "--timeout -1: seconds, or 0 to wait for ever"),
+        (["launch", "-n", "2", "no_such.py"], "script 'no_such.py' does not exist (looked from "),
+        (["launch", "-n", "2", "."], "is a folder, not a script"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_wrong_use_is_one_line_and_exit_code_2(
+    words: list[str], said: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([script if w == "SCRIPT" else w for w in words]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("manyhands: ")
+    assert text.count("\n") == 1, text
+    assert said in text
+
+
+def test_not_a_number_is_argparse_s_word(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leave:
+        main(["launch", "-n", "two", script])
+    assert leave.value.code == 2
+    assert "invalid int value: 'two'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("code", [0, 1, 7])
+def test_exit_code_of_the_script(script: str, code: int) -> None:
+    result = run("launch", "-n", "2", script, str(code), "--flag", "-n")
+    assert result.returncode == code, result.stderr
+    assert f"2 ['{code}', '--flag', '-n']" in result.stdout
+    assert "Traceback" not in result.stderr
+    if code:
+        assert f"exit code {code}" in result.stderr
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_syntax_error_in_the_script_is_shown_once(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("def broken(:\n")
+    result = run("launch", "-n", "2", str(bad))
+    assert result.returncode == 1
+    assert "SyntaxError" in result.stderr
+    assert result.stderr.count("def broken(:") == 1, result.stderr
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_one_worker_runs_like_python(script: str) -> None:
+    assert run("launch", "-n", "1", script, "0").stdout.strip() == "1 ['0']"
+
+
+def test_support_json() -> None:
+    result = run("support", "--json")
+    table = json.loads(result.stdout)
+    assert table["parts"] == PARTS
+    assert "torchrun --nproc-per-node N script.py" in table["launchers"]
+
+
+def test_support_table_gives_a_reason_for_every_gap() -> None:
+    text = run("support").stdout
+    assert all(part in text for part in PARTS)
+    for part, cells in PARTS.items():
+        assert set(cells) == set(ENGINES), part
+        assert all(cell == OK or cell in text for cell in cells.values())
+    assert parts_of("mpi") == ["Parallel and collectives", "subgroups"]
+
+
+def test_doctor_json_parses_and_tests_engines() -> None:
+    result = run("doctor", "--json", "--engine", "local")
+    facts = json.loads(result.stdout)
+    assert result.returncode == 0
+    assert facts["engines"]["local"]["state"] == "works"
+    assert facts["machine"]["cores"] == str(os.cpu_count())
+    assert facts["packages"]["torch"]
+
+
+def test_doctor_in_words() -> None:
+    result = run("doctor", "--engine", "inline")
+    assert "inline     works: two workers met" in result.stdout
+    assert result.stdout.strip().endswith("all engines that are installed work")
+
+
+def test_bench_lists_its_benchmarks_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    text = capsys.readouterr().out
+    for name in bench.names():
+        assert len(bench.summary(name)) > 20
+        assert bench.summary(name) in text
+    assert "collectives" in bench.names()
+    assert main(["bench"]) == 2  # nothing asked for
+
+
+def test_unknown_benchmark_gives_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "colectives"]) == 2
+    assert "did you mean `manyhands bench collectives`?" in capsys.readouterr().err
+    assert main(["bench", "xyzzy"]) == 2
+    assert "manyhands bench --help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--engines", "locale"], "--engines 'locale': engines are inline"),
+        (["--rounds", "0"], "--rounds 0: at least 1"),
+        (["--json", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_wrong_options_of_a_benchmark(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "collectives", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_bench_collectives_writes_what_it_prints(tmp_path: Path) -> None:
+    path = tmp_path / "collectives.json"
+    words = ["--engines", "local,inline", "--rounds", "1", "--json", str(path)]
+    result = run("bench", "collectives", *words)
+    assert result.returncode == 0, result.stderr
+    facts = json.loads(path.read_text())
+    assert list(facts["engines"]) == ["local", "inline"]
+    assert facts["engines"]["local"]["gloo_mean_us"] > 0
+    assert all(facts["machine"][name] for name in ("cores", "cpu", "python", "torch", "numpy"))
+    assert len(facts["claims"]) == 2
+    for claim in facts["claims"]:
+        verdict = "HOLDS" if claim["holds"] else "FAILS"
+        assert f"{verdict}  {claim['claim']}" in result.stdout
+
+
+def test_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m manyhands.cli.main --help | head -n 1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in result.stderr
