@@ -9,6 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
+# Before torch or numpy is imported: on small arrays a second BLAS thread only gets in the way.
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+
 sys.path.insert(0, os.path.dirname(__file__))  # worker processes find `programs` by this path
 
 SHM = "/dev/shm"

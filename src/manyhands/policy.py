@@ -59,7 +59,7 @@ def save_policy(folder: Path, model: ActorCritic, normaliser: Normaliser) -> Non
     for part, state in normaliser.state().items():
         arrays |= {f"normaliser/{part}/{k}": np.asarray(v) for k, v in state.items()}
     beside = folder / f"{FILE}.tmp"
-    save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, beside)
+    save_file({k: np.asarray(v, order="C") for k, v in arrays.items()}, beside)
     os.replace(beside, folder / FILE)
 
 

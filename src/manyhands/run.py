@@ -97,3 +97,6 @@ def train_worker(plain: dict[str, Any]) -> dict[str, Any]:
     except BaseException as error:
         records.fail(team.steps if team else 0, team.updates if team else 0, error)
         raise
+    finally:
+        if team is not None:
+            team.collector.envs.close()

@@ -60,6 +60,11 @@ def _names_faults(experiment: Experiment) -> Iterator[str]:
         if name not in names:
             unknown.add(what)
             yield f"there is no {what} {name!r}; {nearest(name, names)}"
+    if algorithm == "trpo" and run.shared_network:
+        yield (
+            "trpo needs separate networks for policy and value: fitting the value would move a "
+            "shared policy out of its trust region; type: --no-shared-network"
+        )
     if not unknown & {"algorithm", "strategy"}:
         engine = "local" if "engine" in unknown else run.engine
         reason = support.why_not(algorithm, strategy, engine)

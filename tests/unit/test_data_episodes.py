@@ -13,9 +13,11 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from manyhands import train
 from manyhands.algorithms.a2c import A2C, A2CConfig
-from manyhands.data.episodes import EpisodeCollector, EpisodeRollout, share_of
+from manyhands.data.episodes import EpisodeCollector, EpisodeRollout, Queue
 from manyhands.data.noise import EnvNoise
 from manyhands.data.rollout import Acted, Normaliser
+from manyhands.engines import inline
+from manyhands.engines.attach import attach
 from manyhands.envs import make_vec
 from manyhands.envs.toys import Counter, TimeLimit
 from manyhands.errors import WorkerError
@@ -44,13 +46,13 @@ class Teller:
 
 
 def collector(
-    envs: int = 4, share: int = 30, obs: bool = False, **kwargs: Any
+    envs: int = 4, batch_steps: int = 30, obs: bool = False, **kwargs: Any
 ) -> tuple[EpisodeCollector, Teller]:
     made = make_vec(ENV, envs, seed=3, **kwargs)
     made.number_from(0)
     normaliser = Normaliser(made.observation_space, obs, False, 0.99)
     teller = Teller()
-    return EpisodeCollector(made, teller, share, EnvNoise(3, 0, envs), normaliser), teller
+    return EpisodeCollector(made, teller, batch_steps, EnvNoise(3, 0, envs), normaliser), teller
 
 
 def batches(many: int, gatherer: EpisodeCollector, teller: Teller) -> list[EpisodeRollout]:
@@ -77,10 +79,22 @@ def episodes_of(rollout: EpisodeRollout) -> list[slice]:
     return [slice(int(a), int(b)) for a, b in zip(starts, ends, strict=True)]
 
 
-def test_shares_sum_and_nobody_has_none() -> None:
-    for batch, size in ((10_000, 1), (10_000, 3), (7, 5)):
-        assert sum(share_of(batch, r, size) for r in range(size)) == batch
-    assert [share_of(2, r, 4) for r in range(4)] == [1, 1, 1, 1]
+def test_a_batch_is_the_first_episodes_to_end_on_any_worker() -> None:
+    said: list[list[Any]] = []
+    queue = Queue(30, lambda value: [value, said.pop(0)])
+    queue.add(5, 5)
+    said.append([7, [[4, 4], [9, 5]]])
+    queue.look(running=3)
+    assert not queue.full
+    assert (queue.rows, queue.running) == (14, 10)
+    queue.add(12, 7)
+    queue.add(20, 8)
+    said.append([0, [[12, 9], [20, 9]]])
+    queue.look(running=0)
+    assert queue.full
+    taken = [(e.rank, e.number, e.length) for e in queue.take()]
+    assert taken == [(1, 0, 4), (0, 0, 5), (1, 1, 5), (0, 1, 7), (1, 2, 9)]
+    assert queue.rows == 17  # (0, 2) and (1, 3) wait
 
 
 def test_each_episode_is_what_playing_it_again_gives() -> None:
@@ -110,7 +124,7 @@ def test_each_episode_is_what_playing_it_again_gives() -> None:
 
 
 def test_no_row_is_lost_or_doubled_and_no_seed_used_twice() -> None:
-    gatherer, teller = collector(envs=5, share=17)
+    gatherer, teller = collector(envs=5, batch_steps=17)
     got = batches(200, gatherer, teller)
     seeds = [int(b.obs[rows.start, 0, 0]) for b in got for rows in episodes_of(b)]
     assert len(set(seeds)) == len(seeds)
@@ -228,6 +242,34 @@ def test_advantages_stop_at_the_ends() -> None:
                 slow[t] = running
         np.testing.assert_allclose(got["advantage"], slow, rtol=1e-4, atol=1e-3)
         np.testing.assert_allclose(got["target"], slow + batch.value[:, 0], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_any_number_of_workers_has_the_batches_of_one(workers: int) -> None:
+    def play() -> list[EpisodeRollout]:
+        group = attach().group
+        here = 6 // group.size
+        made = make_vec(ENV, here, seed=3, longest=40)
+        made.number_from(here * group.rank)
+        noise = EnvNoise(3, here * group.rank, here)
+        normaliser = Normaliser(made.observation_space, False, False, 0.99)
+        teller = Teller()
+        gatherer = EpisodeCollector(
+            made, teller, 500, noise, normaliser,
+            rank=group.rank, size=group.size, exchange=group.exchange,
+        )  # fmt: skip
+        return batches(12, gatherer, teller)
+
+    (alone,) = inline.run(play, 1, 30)
+    for number, parts in enumerate(zip(*inline.run(play, workers, 30), strict=True)):
+        one = alone[number]
+        assert len(one.logp) >= 500
+        assert sum(part.steps for part in parts) == one.steps
+        for name in ("obs", "action", "reward", "next_value", "versions", "parameters"):
+            joined = np.concatenate([getattr(part, name) for part in parts])
+            order = np.lexsort(np.concatenate([part.obs[:, 0] for part in parts]).T)
+            expected = getattr(one, name)[np.lexsort(one.obs[:, 0].T)]
+            np.testing.assert_array_equal(joined[order], expected)
 
 
 class Endless(TimeLimit):

@@ -24,7 +24,7 @@ from manyhands.bench._tools import Claim, fingerprint, median, verdicts
 from manyhands.errors import ConfigError
 
 STRATEGIES = ("allreduce", "gather")
-BATCH, ENVS = 8192, 8
+BATCH, ENVS = 8192, 32  # many environments: a call of the policy costs the same for few
 UPDATES, ROUNDS = 8, 3
 BAR = 24  # characters of a perfect speed-up
 PHASES = ("rollout", "learning", "synchronisation", "logging")

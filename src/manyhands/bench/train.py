@@ -343,5 +343,8 @@ def table(facts: dict[str, Any]) -> list[str]:
         "only the ratios travel to other machines",
     ]
     if machine["load"] > 0.5:
-        lines.append("the machine was not idle: run it again when it is")
+        lines.append(
+            "the machine was not idle, where two processes get twice the share of one and threads "
+            "wait for each other: run it again when it is"
+        )
     return lines

@@ -249,18 +249,22 @@ def api_page() -> str:
 
 def _training() -> list[str]:
     """Ready-made training, and what goes around it."""
-    parts = ["## Training\n"]
-    for name, function in (("train", train), ("load", load)):
-        parts.append(f"{_call(f'manyhands.{name}', function)}\n\n{_doc(function)}\n")
-    # By hand: a dataclass that does not say so has a docstring made of its own signature.
-    parts.append(f"`Result`: {_doc(Result)} `run_dir`, `summary` (all of summary.json), `solved` "
-                 "and `mean_return`.\n")  # fmt: skip
-    parts.append(f"`Policy`: {_doc(Policy)}\n")
-    parts += [_member(Policy, name, "policy") for name in _public(Policy)]
-    parts.append("## Environments\n")
-    for name, function in (("check_env", envs.check_env), ("make_vec", envs.make_vec)):
-        parts.append(f"{_call(f'manyhands.envs.{name}', function)}\n\n{_doc(function)}\n")
-    return parts
+
+    def entry(function: Callable[..., Any], home: str) -> str:
+        return f"{_call(f'{home}.{function.__name__}', function)}\n\n{_doc(function)}\n"
+
+    return [
+        "## Training\n",
+        entry(train, "manyhands"),
+        entry(load, "manyhands"),
+        f"`Result`: {_doc(Result)} It has `run_dir`, `summary` (all of summary.json), `solved` and "
+        "`mean_return`.\n",
+        f"`Policy`: {_doc(Policy)}\n",
+        *(_member(Policy, name, "policy") for name in _public(Policy)),
+        "## Environments\n",
+        entry(envs.check_env, "manyhands.envs"),
+        entry(envs.make_vec, "manyhands.envs"),
+    ]
 
 
 def _public(kind: type) -> list[str]:

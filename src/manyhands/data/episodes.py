@@ -1,25 +1,28 @@
-"""Whole episodes: each worker steps until those that have ended hold its share of the batch.
+"""Whole episodes: all workers step until those that have ended hold enough rows for a batch.
 
     running   lanes [B, room]: env i writes its steps one behind the other in lane i
     ended     rows [room]: when an episode ends, its lane is copied behind those that ended before
-    a batch   the first ended episodes that together reach the share; the rest stay for the next
+    a batch   the first episodes to have ended, on whichever worker, that together reach
+              `batch_steps`; the rest stay for the next batch
+
+All workers take the same number of steps and tell each other now and then which episodes have
+ended, so none waits for another's slowest episode. "First" counts steps, not seconds: the same seed
+gives the same batches, and the number of workers changes the order of their rows only.
 
 Nothing is thrown away: an episode that was not needed opens the next batch, and one that still runs
-goes on with the new weights, so that no worker waits for its slowest episode. Such rows are
-some versions old, and they are not passed off as new:
+goes on with the new weights. Such rows are some versions old, and are not passed off as new:
 
     logp, value   of the policy that acted: the ratio in the surrogate is then the true one
     parameters    of the policy that the update starts from. WHY: it is around that policy that the
                   trust region lies. Measured from older ones, a part of the allowed KL would be
                   spent before the first step, and the line search would halve good steps.
-
-Shares are fixed numbers of steps, so the same seed and number of workers give the same batches. A
-worker whose share is full waits for the others: on average for part of an episode.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,10 +34,12 @@ from manyhands.trees import Array
 
 LONGEST = 200_000  # steps of one episode; the longest games of Atari take 27,000
 _ROOM = 256  # rows to begin with
+_LOOKS = 25  # how often workers look at each other's episodes while they collect one batch
 _AT_ONCE = 1024  # rows of one forward pass: those of images take much memory
 _KEY = "obs/"  # what the names of a Dict observation's columns begin with
 
 Columns = dict[str, Array]
+Exchange = Callable[[Any], list[Any]]  # every worker's small plain value, by rank
 
 
 @dataclass
@@ -50,67 +55,130 @@ class EpisodeRollout(Rollout):
 
     @property
     def stale_share(self) -> float:
-        return float((self.versions < self.version).mean())
+        return float((self.versions < self.version).sum()) / max(1, len(self.versions))
 
     @property
     def start_versions(self) -> Array:
         """The policy with which each episode began."""
         ends = np.flatnonzero(self.terminated | self.truncated)
-        starts: Array = self.versions[np.concatenate([[0], ends[:-1] + 1]), 0]
+        starts: Array = self.versions[np.concatenate([[0], ends + 1])[: len(ends)], 0]
         return starts
 
 
-def share_of(batch_steps: int, rank: int, size: int) -> int:
-    """This worker's part of a batch. All parts sum to it, but that nobody's is less than 1."""
-    return max(1, batch_steps * (rank + 1) // size - batch_steps * rank // size)
+class Ended(NamedTuple):
+    """An episode that no batch has had yet; the order is the same on all workers."""
+
+    clock: int  # steps that its environment had taken, earlier episodes included
+    rank: int
+    number: int  # counts the episodes of its worker
+    length: int
+
+
+class Queue:
+    """The ended episodes of all workers, as every worker knows them after a look."""
+
+    def __init__(self, batch_steps: int, exchange: Exchange) -> None:
+        self.batch_steps = batch_steps
+        self._exchange = exchange
+        self._waiting: list[Ended] = []
+        self._news: list[list[int]] = []  # [clock, length] of this worker's, not yet told
+        self._told: list[int] = []  # episodes that each worker has told of
+        self.rows = 0  # of the waiting episodes
+        self.running = 0  # rows of episodes that still ran, on all workers, at the last look
+
+    def add(self, clock: int, length: int) -> None:
+        self._news.append([clock, length])
+
+    def look(self, running: int) -> None:
+        """Tell of this worker's episodes and hear of the others'. All workers call it together."""
+        said = self._exchange([running, self._news])
+        self._news = []
+        self._told = self._told or [0] * len(said)
+        self.running = 0
+        for rank, (theirs, episodes) in enumerate(said):
+            self.running += theirs
+            for clock, length in episodes:
+                self._waiting.append(Ended(clock, rank, self._told[rank], length))
+                self._told[rank] += 1
+                self.rows += length
+        self._waiting.sort()
+
+    @property
+    def full(self) -> bool:
+        return self.rows >= self.batch_steps
+
+    def take(self) -> list[Ended]:
+        """The next batch: the first episodes that together have enough rows."""
+        rows = count = 0
+        while rows < self.batch_steps:
+            rows += self._waiting[count].length
+            count += 1
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        self.rows -= rows
+        return taken
 
 
 class EpisodeCollector:
-    """Steps the environments of one worker until enough episodes have ended."""
+    """Steps the environments of one worker until enough episodes have ended on all of them.
+
+    Args:
+        batch_steps: of all workers together.
+        rank, size: this worker's number, and how many there are.
+        exchange: how they tell each other; None with one worker.
+        longest: steps after which an episode is taken for one that never ends.
+    """
 
     def __init__(
         self,
         envs: VecAdapter,
         actor: Actor,
-        share: int,
+        batch_steps: int,
         noise: EnvNoise,
         normaliser: Normaliser,
         *,
+        rank: int = 0,
+        size: int = 1,
+        exchange: Exchange | None = None,
         longest: int = LONGEST,
     ) -> None:
-        self.envs, self.actor, self.share = envs, actor, share
+        self.envs, self.actor = envs, actor
         self.noise, self.normaliser = noise, normaliser
         self.version = -1  # counts calls of `collect`: between two of them the policy changes once
-        self._longest = longest
+        self._rank, self._longest = rank, longest
+        self._queue = Queue(batch_steps, exchange or (lambda value: [value]))
+        self._together = size * envs.num_envs  # rows of all workers in one step
+        self._patience = max(1, batch_steps // (self._together * _LOOKS))  # steps between looks
+        self._clock = 0
         self._now = envs.blank()  # overwritten by every step
         self._lanes: Columns = {}  # [B, room, ...] the running episodes
         self._numbers = np.arange(envs.num_envs)
         self._lengths = np.zeros(envs.num_envs, np.intp)  # steps in each lane
         self._rows: Columns = {}  # [room, ...] the ended ones
-        self._ends: list[int] = []  # the row behind each ended episode
+        self._filled = 0  # rows of the ended ones
         self._given = 0  # rows of the batch that was handed out last
         self._cut: list[tuple[int, Obs]] = []  # (row, last observation) that await V of it
         self._unused = np.random.default_rng(0)  # for actions that nobody takes
 
     def collect(self) -> EpisodeRollout:
-        """The next whole episodes, of at least `share` steps in all."""
+        """The next whole episodes; on all workers together at least `batch_steps` rows."""
         self._forget_given()
         self.version += 1
         if self.version == 0:
             self.envs.reset(self._now.obs)
         taken = 0
         episodes: list[Episode] = []
-        while self._filled < self.share:
-            taken += self._step()
-            episodes += self._now.episodes
+        queue = self._queue
+        while not queue.full:
+            # Not even if all running episodes ended at once would there be enough before that.
+            missing = queue.batch_steps - queue.rows - queue.running
+            for _ in range(max(self._patience, missing // self._together)):
+                taken += self._step()
+                episodes += self._now.episodes
+            queue.look(int(self._lengths.sum()))
         self._bootstrap()
-        self._given = next(end for end in self._ends if end >= self.share)
+        self._given = sum(e.length for e in queue.take() if e.rank == self._rank)
         self._centre()
         return self._rollout(episodes, taken)
-
-    @property
-    def _filled(self) -> int:
-        return self._ends[-1] if self._ends else 0
 
     def _step(self) -> int:
         """One step of every environment; how many of them were transitions."""
@@ -127,6 +195,7 @@ class EpisodeCollector:
             self._lanes[name][place] = column
         self._lanes["version"][place] = self.version
         self.envs.step(acted.actions, now)
+        self._clock += 1
         self.normaliser.scale(now.reward, now.terminated | now.truncated)
         self._lanes["reward"][place] = now.reward
         self._lengths += now.valid  # a row that is no transition is written over
@@ -176,7 +245,8 @@ class EpisodeCollector:
             rows[name][end - 1] = flag[env]
         if not now.terminated[env]:
             self._cut.append((end - 1, final.obs))
-        self._ends.append(end)
+        self._filled = end
+        self._queue.add(self._clock, length)
         self._lengths[env] = 0
 
     def _bootstrap(self) -> None:
@@ -202,8 +272,7 @@ class EpisodeCollector:
         first, last = self._given, self._filled
         for x in self._rows.values():
             x[: last - first] = x[first:last]  # numpy minds that the two may overlap
-        self._ends = [end - first for end in self._ends if end > first]
-        self._given = 0
+        self._filled, self._given = last - first, 0
 
     def _rollout(self, episodes: list[Episode], taken: int) -> EpisodeRollout:
         rows = {name: x[: self._given, None] for name, x in self._rows.items()}  # [N, 1, ...]

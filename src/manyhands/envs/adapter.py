@@ -117,6 +117,7 @@ class VecAdapter(ABC):
         self.action_space.seed(seeding.integer(self.seed, "action", worker))
         self._finite = FiniteCheck(observation_space, num_envs) if check_finite else None
         self._seed_of = [EpisodeSeeds(self.seed, worker, i) for i in range(num_envs)]
+        self._first = 0  # the number of sub-environment 0 among all workers' together
         self._begun = [0] * num_envs  # episodes begun; the next one's index
         self._seeds: list[int | None] = [None] * num_envs  # of the running episodes
         self._clock = 0  # calls of step()
@@ -167,12 +168,11 @@ class VecAdapter(ABC):
         how the environments are shared out among workers.
         """
         self._seed_of = [EpisodeSeeds(self.seed, 0, first + i) for i in range(self.num_envs)]
+        self._first = first
 
     def sample_actions(self) -> Array:
-        """Random actions in the policy's own terms (Discrete counted from 0): for warm-up."""
-        raw = np.stack([self.action_space.sample() for _ in range(self.num_envs)])
-        start = getattr(self.action_space, "start", 0)
-        return np.asarray(raw - start if np.any(start != 0) else raw)
+        """Random actions of the space: for warm-up."""
+        return np.stack([self.action_space.sample() for _ in range(self.num_envs)])
 
     def _episode_seed(self, env: int) -> int:
         return self._seed_of[env](self._begun[env])
@@ -215,6 +215,6 @@ class VecAdapter(ABC):
 
     def _where(self, env: int) -> str:
         return (
-            f"env {env} (episode {self._begun[env] - 1}, step {self._length(env)}, "
+            f"env {self._first + env} (episode {self._begun[env] - 1}, step {self._length(env)}, "
             f"seed {self._seeds[env]})"
         )

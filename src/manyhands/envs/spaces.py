@@ -150,7 +150,7 @@ class FiniteCheck:
 class ActionMap:
     """From the policy's actions to the environment's, a batch at a time.
 
-    Discrete and MultiDiscrete: the policy counts from 0, the space's `start` is added.
+    Discrete and MultiDiscrete: as the policy's head gives them, the space's `start` included.
     Box: "clip" cuts to the bounds, "scale" takes [-1, 1] to [low, high], "raw" sends as it is.
     The given array is never changed: log-probabilities belong to the raw action.
     """
@@ -164,12 +164,9 @@ class ActionMap:
         self.space = space
         self._shape: tuple[int, ...] = tuple(space.shape or ())
         self._dtype = space.dtype
-        self._start: Any = getattr(space, "start", 0)
         self._convert: Callable[[Array], Array]
         if isinstance(space, spaces.Box):
             self._convert = self._box_conversion(space, box_actions)
-        elif np.any(self._start != 0):
-            self._convert = self._shifted
         else:
             self._convert = self._typed
 
@@ -185,9 +182,6 @@ class ActionMap:
 
     def _typed(self, actions: Array) -> Array:
         return actions.astype(self._dtype, copy=False)
-
-    def _shifted(self, actions: Array) -> Array:
-        return np.asarray(actions + self._start, dtype=self._dtype)
 
     def _box_conversion(self, space: spaces.Box, how: BoxActions) -> Callable[[Array], Array]:
         low, high = space.low, space.high

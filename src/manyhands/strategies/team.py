@@ -12,7 +12,7 @@ import numpy as np
 
 from manyhands.algorithms import ALGORITHMS, Across, Algorithm, Alone
 from manyhands.config import Experiment
-from manyhands.data.episodes import EpisodeCollector, share_of
+from manyhands.data.episodes import EpisodeCollector
 from manyhands.data.noise import EnvNoise
 from manyhands.data.rollout import Collector, Rollout
 from manyhands.engines.base import Worker
@@ -65,8 +65,20 @@ class Team:
         run, actor = self.experiment.run, self.algorithm.actor
         if run.collect == "steps":
             return Collector(envs, actor, run.rollout_length, noise, self.normaliser)
-        share = share_of(run.batch_steps, self.group.rank, self.group.size)
-        return EpisodeCollector(envs, actor, share, noise, self.normaliser)
+        return EpisodeCollector(
+            envs,
+            actor,
+            run.batch_steps,
+            noise,
+            self.normaliser,
+            rank=self.group.rank,
+            size=self.group.size,
+            exchange=self._exchange,
+        )
+
+    def _exchange(self, value: Any) -> list[Any]:
+        with self.phases("synchronisation"):
+            return self.group.exchange(value)
 
     @property
     def progress(self) -> float:

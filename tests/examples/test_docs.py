@@ -1,0 +1,346 @@
+"""The documentation as a program: every block runs, every output shown is the real one.
+
+Blocks of README.md and docs/ are told apart by their language and by a comment just above:
+
+    ```python                              runs; all such blocks of a page in one process
+    <!-- file: NAME --> ```python          becomes a file in the page's folder
+    ```bash                                runs in the page's folder and must end well
+    ```console                             `$ command` lines run, and their output is compared
+    <!-- not run: REASON -->               is left alone, for a reason that is written down
+
+A page's folder has `examples/` and a small `train.py`. In a console block a line `...` stands for
+any lines; process ids, seconds, the host's name and the order of lines are not compared, since
+workers print when they get there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from manyhands import support, train
+from manyhands.config import options_class
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [p for p in PAGES if p.name != "log.md"]
+TOP = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+RUNNABLE = ("python", "bash", "console")
+LEFT_ALONE = ("diff", "text", "toml")
+HOST = "mybox"  # the name that this machine has in the docs
+SECONDS = 60
+TRAIN = """\
+from manyhands import Parallel
+
+par = Parallel()
+mean = par.mean(float(par.rank))
+par.print(f"{par.size} workers on the {par.engine} engine; their mean rank is {mean}")
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    comment: str  # of the line just above, without its marks
+
+    @property
+    def file(self) -> str:
+        return self.comment.removeprefix("file: ") if self.comment.startswith("file: ") else ""
+
+    @property
+    def reason(self) -> str:
+        found = re.fullmatch(r"not run: (.+)", self.comment)
+        return found.group(1) if found else ""
+
+    @property
+    def runs(self) -> bool:
+        return self.language in RUNNABLE and not self.file and not self.reason
+
+
+def blocks_of(page: Path) -> list[Block]:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    found, at = [], 0
+    while at < len(lines):
+        opening = re.fullmatch(r"```(\w*)", lines[at])
+        if opening is None:
+            at += 1
+            continue
+        end = lines.index("```", at + 1)
+        above = next((line for line in reversed(lines[:at]) if line.strip()), "")
+        comment = re.fullmatch(r"<!-- (.+) -->", above.strip())
+        text = "\n".join(lines[at + 1 : end]) + "\n"
+        said = comment.group(1) if comment else ""
+        found.append(Block(name_of(page), at + 1, opening.group(1), text, said))
+        at = end + 1
+    return found
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def page_params() -> list[object]:
+    params = []
+    for page in PAGES:
+        running = [b for b in blocks_of(page) if b.runs]
+        needs_mpi = any("mpi" in b.text for b in running)
+        if running:
+            marks = [pytest.mark.mpi] if needs_mpi else []
+            params.append(pytest.param(page, id=name_of(page), marks=marks))
+    return params
+
+
+# -- every block runs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", page_params())
+def test_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    blocks = blocks_of(page)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "train.py").write_text(TRAIN)
+    for block in blocks:
+        if block.file:
+            (tmp_path / block.file).write_text(block.text)
+    python = [b for b in blocks if b.runs and b.language == "python"]
+    if python:
+        (tmp_path / "page.py").write_text("\n".join(b.text for b in python))
+        # One thread: BLAS threads that wait for each other crawl on a busy machine.
+        shell("OMP_NUM_THREADS=1 python page.py", tmp_path, expect=0, where=page.name)
+    for block in (b for b in blocks if b.runs and b.language != "python"):
+        where = f"{block.page}, line {block.line}"
+        if block.language == "bash":
+            shell(f"set -e\n{block.text}", tmp_path, expect=0, where=where)
+        else:
+            check_console(block.text, tmp_path, where)
+
+
+def check_console(text: str, folder: Path, where: str) -> None:
+    code = 0
+    for command, expected in sessions(text):
+        code, output = shell(f"(exit {code}); {command}", folder, where=where)
+        difference = compare(expected, output)
+        assert not difference, f"{where}: $ {command}\n{difference}\n-- real output:\n{output}"
+
+
+def sessions(text: str) -> list[tuple[str, str]]:
+    """(command, what it prints) of a console block."""
+    parts = re.split(r"(?m)^\$ (.*)\n", text)
+    assert not parts[0].strip(), f"a console block starts with `$ command`, not {parts[0]!r}"
+    return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def shell(
+    command: str, folder: Path, expect: int | None = None, where: str = ""
+) -> tuple[int, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "PYTEST_"))}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    env["COLUMNS"] = "100"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+    )
+    if expect is not None:
+        assert done.returncode == expect, f"{where}: exit {done.returncode}\n{done.stdout}"
+    return done.returncode, done.stdout
+
+
+def compare(expected: str, output: str) -> str:
+    """What is shown but was not printed, or (without `...`) printed but not shown."""
+    shown, printed = Counter(plain(expected)), Counter(plain(output))
+    any_more = shown.pop("...", 0)
+    missing = [f"shown, not printed: {line}" for line in (shown - printed).elements()]
+    surplus = [f"printed, not shown: {line}" for line in (printed - shown).elements()]
+    return "\n".join(missing + ([] if any_more else surplus))
+
+
+def plain(text: str) -> list[str]:
+    text = text.replace(f" on {socket.gethostname()}", f" on {HOST}")
+    text = re.sub(r"\bpid \d+", "pid 0", text)
+    text = re.sub(r"\d+(\.\d+)? s\b", "0 s", text)
+    lines = [line.strip() for line in text.splitlines()]
+    return [line for line in lines if line.strip("~^")]  # Pythons mark the place in different ways
+
+
+# -- nothing is left unsaid ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_runs_or_says_why_not(page: Path) -> None:
+    for block in blocks_of(page):
+        where = f"{block.page}, line {block.line}"
+        assert block.language in RUNNABLE + LEFT_ALONE, (
+            f"{where}: a block of {block.language or 'no language'}; "
+            f"use one of {', '.join(RUNNABLE + LEFT_ALONE)}"
+        )
+        if block.comment.startswith("not run"):
+            assert len(block.reason) > 10, f"{where}: say why it is not run"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=name_of)
+def test_no_page_speaks_of_our_machines(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for word in ("/work/", "/home/", "/root/", "/tmp/", f" on {socket.gethostname()} "):
+        assert word not in text, f"{name_of(page)} mentions {word!r}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=name_of)
+def test_links_resolve(page: Path) -> None:
+    text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{name_of(page)} links to {target}, which does not exist"
+        if anchor:
+            assert anchor in anchors(there), f"{name_of(page)}: no heading #{anchor} in {path}"
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"(?m)^#+ (.+)$", page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_index_leads_to_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    text = index.read_text(encoding="utf-8")
+    for page in PAGES:
+        if page != index and page.name not in TOP:
+            link = page.relative_to(index.parent).as_posix()
+            assert f"({link})" in text, f"docs/index.md does not link to {link}"
+
+
+# -- what is generated, and what is computed -------------------------------------------------------
+
+
+def test_reference_pages_are_up_to_date() -> None:
+    from manyhands.cli import reference
+
+    for name, text in reference.pages().items():
+        path = ROOT / "docs" / "reference" / name
+        assert path.exists(), f"docs/reference/{name} is missing; type: make docs"
+        written = path.read_text(encoding="utf-8")
+        difference = "\n".join(
+            difflib.unified_diff(written.split("\n"), text.split("\n"), lineterm="")
+        )
+        assert not difference, (
+            f"docs/reference/{name} is not up to date; type: make docs\n{difference}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("page", "after"),
+    [
+        ("README.md", "after_allreduce.py"),
+        ("docs/start/your-script-on-n-workers.md", "after_allreduce.py"),
+        ("docs/start/your-script-on-n-workers.md", "after_gather.py"),
+    ],
+)
+def test_diff_shown_is_the_diff(page: str, after: str) -> None:
+    folder = ROOT / "examples" / "own_loop"
+    before, later = [(folder / f).read_text().splitlines() for f in ("before.py", after)]
+    real = [
+        line
+        for line in difflib.unified_diff(before, later, lineterm="", n=0)
+        if re.match(r"[+-](?![+-])", line)
+    ]
+    shown = [b.text for b in blocks_of(ROOT / page) if b.language == "diff"]
+    changed = [[x for x in text.splitlines() if x[:1] in "+-"] for text in shown]
+    assert real in changed, f"{page} does not show:\n" + "\n".join(real)
+    for text in shown:  # the lines around the changes are the script's own, too
+        around = [x[1:] for x in text.splitlines() if x[:1] == " " and x.strip() != "..."]
+        assert [x for x in around if x not in before] == []
+
+
+def test_tree_in_readme_is_the_tree() -> None:
+    (tree,) = [b.text for b in blocks_of(ROOT / "README.md") if b.language == "text"]
+    folder = ROOT
+    for line in tree.splitlines():
+        name = line.split()[0]
+        inside = line.startswith(" ")
+        assert ((folder if inside else ROOT) / name).exists(), f"README shows {name}"
+        folder = folder if inside else ROOT / name
+
+
+# -- what pages say of the code --------------------------------------------------------------------
+
+
+def rows_of_tables(page: str) -> dict[str, list[str]]:
+    """First cell -> the others, of every table of a page; links and code marks are left out."""
+    text = (ROOT / page).read_text(encoding="utf-8").replace("\\|", "/")
+    text = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text).replace("`", "")
+    tables = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in tables}
+
+
+@pytest.mark.parametrize("algorithm", support.built())
+def test_algorithm_page_agrees_with_the_support_table(algorithm: str) -> None:
+    shown = rows_of_tables(f"docs/algorithms/{algorithm}.md")
+    for strategy, cell in support.ALGORITHMS[algorithm].items():
+        assert shown.get(strategy) == [cell], f"docs/algorithms/{algorithm}.md: {strategy}"
+        if cell == support.OK:
+            assert (ROOT / "docs" / "strategies" / f"{strategy}.md").exists()
+
+
+@pytest.mark.parametrize("algorithm", support.built())
+def test_defaults_in_algorithm_page_are_the_defaults(algorithm: str) -> None:
+    shown = rows_of_tables(f"docs/algorithms/{algorithm}.md")
+    options = options_class(algorithm)
+    told = [cells for cells in shown.values() if len(cells) == 2 and hasattr(options, cells[0])]
+    assert len(told) >= 4
+    for name, default in told:
+        assert float(default) == getattr(options, name), f"{algorithm}.md: {name} = {default}"
+
+
+@pytest.mark.parametrize("algorithm", support.built())
+def test_every_number_that_a_run_writes_is_explained(algorithm: str, tmp_path: Path) -> None:
+    small = {"steps": 128, "num_envs": 4, "rollout_length": 16, "workers": 2, "quiet": True}
+    own: dict[str, object] = {"ppo": {"minibatch": 32, "kl_penalty": True}}.get(algorithm, {})
+    result = train(
+        algorithm, env="CartPole-v1", engine="inline", run_dir=str(tmp_path / "run"), **small, **own
+    )
+    record = json.loads((result.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    files = rows_of_tables("docs/reference/metrics.md")
+    assert [name for name in record if name not in files] == []
+    common = {"env_steps", "update", "wall_seconds", "steps_per_second", "episodes", "mean_return"}
+    its_own = [n for n in record if n not in common and not n.startswith("seconds/")]
+    page = rows_of_tables(f"docs/algorithms/{algorithm}.md")
+    assert [name for name in its_own if name not in page] == []
+    for name in its_own:
+        assert algorithm in files[name][1], f"metrics.md: {name} is of {algorithm} too"
+    columns = (result.run_dir / "episodes.csv").read_text().splitlines()[0].split(",")
+    told = {word for name in files for word in name.split(", ")}
+    assert [name for name in [*columns, *result.summary] if name not in told] == []
+    written = {path.name for path in result.run_dir.iterdir()}
+    assert sorted(written - told) == []
+
+
+def test_nothing_can_be_unpickled() -> None:
+    """docs/concepts/security.md promises it."""
+    forbidden = (
+        r"(?m)^\s*(?:import|from) (?:pickle|cloudpickle|dill|marshal|shelve)\b|torch\.load\("
+    )
+    for path in (ROOT / "src").rglob("*.py"):
+        found = re.search(forbidden, path.read_text(encoding="utf-8"))
+        assert found is None, f"{path.name}: {found.group() if found else ''}"

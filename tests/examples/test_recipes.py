@@ -1,0 +1,89 @@
+"""Every recipe loads, passes all checks, says what was measured, and learns for two updates."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands import validate
+from manyhands.config import Experiment, from_plain, load_toml, to_plain
+from manyhands.run import train_experiment
+
+FOLDER = Path(__file__).parents[2] / "recipes"
+RECIPES = sorted(FOLDER.glob("*.toml"), key=lambda path: path.name)
+UPDATES = 2
+HEADER = ("reached", "took", "machine", "command", "date")
+
+
+def names() -> list[str]:
+    return [path.stem for path in RECIPES]
+
+
+def missing_package(experiment: Experiment) -> str:
+    """The optional package that the recipe's environment needs and that is not here."""
+    run = experiment.run
+    if run.env_backend == "envpool":
+        package = "envpool"
+    elif run.env.startswith("ALE/"):
+        package = "ale_py"
+    elif run.env.startswith(("HalfCheetah", "Walker2d")):
+        package = "mujoco"
+    else:
+        return ""
+    return "" if importlib.util.find_spec(package) else package
+
+
+def recipe(name: str) -> Experiment:
+    experiment = load_toml(FOLDER / f"{name}.toml")
+    if package := missing_package(experiment):
+        pytest.skip(f"{package} is not installed")
+    return experiment
+
+
+def tiny(experiment: Experiment, folder: Path) -> Experiment:
+    """The same recipe with batches of 32 steps, or of one short episode, in this process."""
+    plain = to_plain(experiment)
+    run: dict[str, Any] = plain["run"]
+    run |= {"workers": 1, "strategy": "single", "engine": "inline", "num_envs": 2}
+    run |= {"rollout_length": 16, "quiet": True, "run_dir": str(folder / "run")}
+    run |= {"target_return": None, "steps": UPDATES * 32}
+    if run["collect"] == "episodes":
+        run["env_kwargs"] = {**run["env_kwargs"], "max_episode_steps": 40}
+        run |= {"batch_steps": 80, "steps": UPDATES * 80}
+    own = plain[experiment.algorithm]
+    if "minibatch" in own:
+        own["minibatch"] = 16
+    return from_plain(plain)
+
+
+def test_there_are_recipes() -> None:
+    assert {"ppo-cartpole", "ppo-acrobot", "ppo-pendulum"} <= set(names())
+
+
+@pytest.mark.parametrize("name", names())
+def test_passes_all_checks(name: str) -> None:
+    validate.check(recipe(name))
+
+
+@pytest.mark.parametrize("name", names())
+def test_begins_with_what_was_measured(name: str) -> None:
+    text = (FOLDER / f"{name}.toml").read_text()
+    header = text[: text.index("algorithm =")]
+    for word in HEADER:
+        assert re.search(rf"^# {word} +\S", header, re.MULTILINE), f"no line for {word!r}"
+    assert f"--config recipes/{name}.toml" in header
+    assert re.search(r"\d{4}-\d{2}-\d{2}", header)
+    assert all(line.startswith("#") or not line for line in header.splitlines())
+
+
+@pytest.mark.parametrize("name", names())
+def test_two_updates(name: str, tmp_path: Path) -> None:
+    experiment = tiny(recipe(name), tmp_path)
+    validate.check(experiment)
+    result = train_experiment(experiment)
+    assert result.summary["updates"] >= UPDATES
+    assert (result.run_dir / "policy.safetensors").is_file()

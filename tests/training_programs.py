@@ -1,0 +1,240 @@
+"""Whole training runs in tests: what the workers do, and one launch that many tests look at."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import functools
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import gymnasium
+import numpy as np
+
+from manyhands import launch, support
+from manyhands.config import build, to_plain
+from manyhands.engines.attach import attach
+
+ENVS, LENGTH, UPDATES = 6, 16, 3  # six go into one, two and three workers
+SMALL: dict[str, dict[str, Any]] = {
+    "a2c": {},
+    "ppo": {"minibatch": 32, "epochs": 4},
+    "trpo": {"value_minibatch": 32, "value_epochs": 4},
+}
+NORMALISED = {"normalize_observations": True, "normalize_rewards": True}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run has left in its folder."""
+
+    summary: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    episodes: list[dict[str, str]]
+    episode_header: list[str]
+    config: str
+    policy: dict[str, Any]
+    files: list[str]
+
+
+def configuration(
+    algorithm: str, strategy: str, engine: str, workers: int, run_dir: str, **more: Any
+) -> dict[str, Any]:
+    """A run of three updates as plain data."""
+    values: dict[str, Any] = {
+        "env": "CartPole-v1",
+        "num_envs": ENVS,
+        "rollout_length": LENGTH,
+        "steps": UPDATES * ENVS * LENGTH,
+        "quiet": True,
+        "timeout": 60.0,
+    }
+    values |= SMALL.get(algorithm, {}) | more
+    experiment = build(
+        algorithm, strategy=strategy, engine=engine, workers=workers, run_dir=run_dir, **values
+    )
+    return to_plain(experiment)
+
+
+def cells(workers: int) -> list[tuple[str, str]]:
+    """(algorithm, strategy) of every cell that the support table says is there."""
+    return [
+        (algorithm, strategy)
+        for algorithm in support.ALGORITHMS
+        for strategy in support.strategies_of(algorithm)
+        if (strategy == "single") == (workers == 1)
+    ]
+
+
+@functools.cache
+def trained(engine: str, workers: int, launched: int = 0) -> dict[str, Trained]:
+    """Every cell on one engine, twice, in one launch; `launched` tells two launches apart.
+
+    Names: "ppo-gather", "ppo-gather-again", and "ppo-gather-normalised" for PPO with normalisers.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        cases = []
+        for algorithm, strategy in cells(workers):
+            name = f"{algorithm}-{strategy}"
+            todo = [(name, {}), (f"{name}-again", {})]
+            todo += [(f"{name}-normalised", NORMALISED)] if algorithm == "ppo" else []
+            cases += [
+                configuration(algorithm, strategy, engine, workers, str(Path(folder, name)), **more)
+                for name, more in todo
+            ]
+        with as_in_a_worker():
+            launch(train_all, cases, workers=workers, engine=engine, timeout=60)
+        return {case["run"]["run_dir"].rpartition("/")[2]: read_run(case) for case in cases}
+
+
+def train_all(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One worker's life in several runs, one after the other."""
+    from manyhands.run import train_worker
+    from manyhands.strategies import allreduce
+
+    if attach().place.engine != "inline":  # there it is the whole test's module
+        allreduce.CHECK_EVERY = 1
+    return [train_worker(case) for case in cases]
+
+
+def read_run(case: dict[str, Any]) -> Trained:
+    from safetensors.numpy import load_file
+
+    folder = Path(case["run"]["run_dir"])
+    with open(folder / "episodes.csv", newline="") as file:
+        reader = csv.DictReader(file)
+        episodes = list(reader)
+    return Trained(
+        summary=json.loads((folder / "summary.json").read_text()),
+        metrics=[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()],
+        episodes=episodes,
+        episode_header=list(reader.fieldnames or []),
+        config=(folder / "config.toml").read_text(),
+        policy=load_file(folder / "policy.safetensors"),
+        files=sorted(path.name for path in folder.iterdir()),
+    )
+
+
+def initial_weights(run: Trained) -> dict[str, Any]:
+    """The weights that a run began with, by the names of its policy file."""
+    import tomllib
+
+    from manyhands.config import from_plain
+    from manyhands.envs import make_vec
+    from manyhands.policy import build_model
+
+    experiment = from_plain(tomllib.loads(run.config))
+    envs = make_vec(experiment.run.env, 1)
+    model = build_model(experiment, envs.observation_space, envs.action_space)
+    envs.close()
+    return {f"model/{name}": value.numpy() for name, value in model.state_dict().items()}
+
+
+def act_with(run: Trained, observation: Any) -> Any:
+    """The action of a run's policy, loaded from a folder as a user loads it."""
+    from safetensors.numpy import save_file
+
+    import manyhands
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.toml").write_text(run.config)
+        save_file(run.policy, Path(folder, "policy.safetensors"))
+        return manyhands.load(folder).act(observation)
+
+
+@contextlib.contextmanager
+def as_in_a_worker() -> Iterator[None]:
+    """For the inline engine, which has no process of its own: what `train_all` sets in others.
+
+    One torch thread: networks this small only wait for a second. Replicas compared to the bit
+    after every update, not after every 100th.
+    """
+    import torch
+
+    from manyhands.strategies import allreduce
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with mock.patch.object(allreduce, "CHECK_EVERY", 1):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+# -- unequal parts ---------------------------------------------------------------------------------
+
+
+def learn_from_parts(name: str, parts: list[int], updates: int) -> Any:
+    """Updates on one random batch, of which this worker holds `parts[rank]` rows; weights."""
+    from manyhands.algorithms import Alone, Batch
+    from manyhands.algorithms.base import take
+    from manyhands.experiment.timing import Phases
+    from manyhands.strategies.across import OverGroup
+
+    group = attach().group
+    algorithm = learner(name)
+    rng = np.random.default_rng(5)
+    first = sum(parts[: group.rank])
+    mine = np.arange(first, first + parts[group.rank])
+    across = OverGroup(group, Phases()) if group.size > 1 else Alone()
+    for _ in range(updates):
+        batch: Batch = random_batch(algorithm, sum(parts), rng)
+        algorithm.update(take(batch, mine), across, progress=0.0)
+    return algorithm.flat.data.numpy().copy()
+
+
+def learner(name: str) -> Any:
+    from gymnasium.spaces import Box, Discrete
+
+    from manyhands.algorithms import ALGORITHMS, CONFIGS
+    from manyhands.networks.build import build_actor_critic
+
+    model = build_actor_critic(Box(-1, 1, (4,)), Discrete(3), hidden=(16, 16), seed=3)
+    return ALGORITHMS[name](model, CONFIGS[name](**SMALL[name]), seed=1)
+
+
+def random_batch(algorithm: Any, rows: int, rng: np.random.Generator) -> Any:
+    obs = rng.standard_normal((rows, 4)).astype(np.float32)
+    acted = algorithm.actor.act(obs, rng)
+    # WHY copied: what an actor gives may be memory that its next call overwrites
+    return {
+        "obs": obs,
+        "action": acted.actions.copy(),
+        "logp": acted.logp.copy(),
+        "value": acted.values.copy(),
+        "parameters": acted.parameters.copy(),
+        "advantage": (obs[:, 0] * (acted.actions == 1) + obs[:, 1]).astype(np.float32),
+        "target": (obs.sum(1) + rng.standard_normal(rows)).astype(np.float32),
+    }
+
+
+# -- environments that go wrong --------------------------------------------------------------------
+
+
+class Breaks(gymnasium.Env):  # type: ignore[misc]
+    """Raises in the step numbered `at` of its first episode."""
+
+    def __init__(self, at: int = 20) -> None:
+        self.observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.action_space = gymnasium.spaces.Discrete(2)
+        self.at, self._steps = at, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        if self._steps == self.at:
+            raise ZeroDivisionError("the simulator has exploded")
+        return np.zeros(2, np.float32), 1.0, False, False, {}
+
+
+def breaks(**kwargs: Any) -> Breaks:
+    return Breaks(**kwargs)
