@@ -50,7 +50,7 @@ class RunConfig:
     num_envs: int = 8
     """Environments of all workers together."""
     rollout_length: int = 0
-    """Steps of each environment between updates (0: what suits the algorithm; a2c 16, ppo and
+    """Steps of each environment between updates (0: what suits the algorithm; a2c 8, ppo and
     trpo 256)."""
     collect: Literal["steps", "episodes"] = "steps"
     """A batch is a fixed number of steps of each environment, or whole episodes."""

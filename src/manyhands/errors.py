@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 
 class ManyhandsError(Exception):
     """Base of every error this library raises on purpose."""
@@ -27,6 +29,14 @@ class WorkerError(ManyhandsError):
 
 class CollectiveError(ManyhandsError):
     """Workers did not meet: they disagree, one is gone, or one did not come in time."""
+
+
+class Stopped(BaseException):
+    """Ctrl-C or SIGTERM reached the launcher; the workers are ended on its way up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
 
 
 def needs(package: str, extra: str, cause: Exception | None = None) -> SupportError:

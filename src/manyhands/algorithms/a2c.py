@@ -31,14 +31,14 @@ from manyhands.trees import Array
 
 @dataclass(frozen=True)
 class A2CConfig:
-    ROLLOUT_LENGTH: ClassVar[int] = 16
+    ROLLOUT_LENGTH: ClassVar[int] = 8
 
     learning_rate: float | str = "linear:2e-3"
     """Step size; a number, or a schedule over the run such as linear:2e-3 (down to 0)."""
     gamma: float = 0.99
     """Discount."""
-    gae_lambda: float = 0.95
-    """Trade between bias (0) and variance (1) of the advantages."""
+    gae_lambda: float = 1.0
+    """Trade between bias (0) and variance (1) of the advantages; 1 gives n-step returns."""
     value_weight: float = 0.5
     """Weight of the value loss."""
     entropy_weight: float = 0.0

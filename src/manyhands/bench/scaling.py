@@ -189,6 +189,11 @@ def table(facts: dict[str, Any]) -> list[str]:
         f"on {machine['cores']} cores of {machine['cpu']}, load {machine['load']} at the start, "
         f"{machine['load_at_end']} at the end; phases are the main worker's"
     )
+    if machine["load"] > 0.5:  # before the first run: none of it is ours
+        lines.append(
+            f"WARNING  the load was {machine['load']:.1f} before this began: other programs had "
+            "the cores, and the speed-ups say little"
+        )
     return lines
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
 from manyhands.engines.launch import Job, run
-from manyhands.engines.watch import Stopped
 
 EPILOG = """\
 In the script, `par = manyhands.Parallel()` finds its place; nothing else changes between engines:
@@ -98,9 +96,5 @@ def main(argv: list[str]) -> int:
         threads=options.threads,
         address=options.address,
     )
-    try:
-        run(job)
-    except Stopped as stopped:
-        print(f"\nmanyhands: {stopped}; all workers have ended", file=sys.stderr)
-        return 128 + stopped.number
+    run(job)
     return 0

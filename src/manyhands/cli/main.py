@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import signal
 import sys
 
 from manyhands import __version__
-from manyhands.errors import ConfigError, ManyhandsError, WorkerError
+from manyhands.errors import ConfigError, ManyhandsError, Stopped, WorkerError
 
 COMMANDS = {
     "train": "train a policy with a ready-made algorithm, on as many workers as you like",
@@ -41,11 +42,21 @@ def main(argv: list[str] | None = None) -> int:
     if words[0] in ("-V", "--version"):
         print(f"manyhands {__version__}")
         return 0
+    if words[0] == "train":
+        # Before numpy is imported: the inline engine learns in this very process, and on small
+        # networks a second BLAS thread costs more than it brings.
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ.setdefault(name, "1")
     try:
         return _run(words[0], words[1:])
     except ManyhandsError as error:
         print(f"manyhands: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, WorkerError) else 2
+    except (Stopped, KeyboardInterrupt) as stopped:
+        number = stopped.number if isinstance(stopped, Stopped) else signal.SIGINT
+        print(f"\nmanyhands: stopped by {signal.Signals(number).name}; all workers have ended",
+              file=sys.stderr)  # fmt: skip
+        return 128 + number
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`): nothing to say, and nobody to say it to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, field
@@ -70,19 +69,11 @@ def main(argv: list[str]) -> int:
         raise SystemExit(0 if argv else 2)
     experiment = parse(argv)
     from manyhands import validate
-    from manyhands.engines.watch import Stopped
 
     validate.check(experiment)
     from manyhands.run import train_experiment
 
-    try:
-        train_experiment(experiment)
-    except Stopped as stopped:
-        print(f"\nmanyhands: {stopped}; all workers have ended", file=sys.stderr)
-        return 128 + stopped.number
-    except KeyboardInterrupt:  # one worker, in this process
-        print("\nmanyhands: stopped by Ctrl-C", file=sys.stderr)
-        return 130
+    train_experiment(experiment)
     return 0
 
 

@@ -18,8 +18,8 @@ from manyhands import wire
 from manyhands.engines import calls, inline
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
 from manyhands.engines.shared import Board, Segment
-from manyhands.engines.watch import FirstToGo, Stopped, Supervisor, label, what_ended
-from manyhands.errors import ConfigError, SupportError, needs
+from manyhands.engines.watch import FirstToGo, Supervisor, label, what_ended
+from manyhands.errors import ConfigError, Stopped, SupportError, needs
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 

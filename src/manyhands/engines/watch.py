@@ -21,21 +21,13 @@ from types import FrameType
 from typing import Any
 
 from manyhands.engines.shared import DEAD, DONE, EMPTY, FAILED, RUNNING, Board
-from manyhands.errors import WorkerError
+from manyhands.errors import Stopped, WorkerError
 
 LineFilter = Callable[[bytes], bytes]
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 LINGER_SECONDS = 1.0  # how long a worker that has failed may take to leave
 CAUSE_SECONDS = 0.4  # how long the first failure waits for a deeper cause to show
-
-
-class Stopped(BaseException):
-    """Ctrl-C or SIGTERM reached the launcher."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.number = number
 
 
 @dataclass

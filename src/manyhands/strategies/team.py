@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from manyhands.algorithms import ALGORITHMS, Across, Algorithm, Alone
 from manyhands.config import Experiment
@@ -25,6 +26,12 @@ from manyhands.policy import build_model, build_normaliser
 from manyhands.strategies.across import OverGroup
 
 _EPISODE = 4  # numbers told of an episode: env, return, length, step at which it ended
+
+
+def device_of(choice: str) -> torch.device:
+    """Where to learn: auto takes a GPU if there is one."""
+    there = choice == "cuda" or (choice == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if there else "cpu")
 
 
 class Team:
@@ -59,7 +66,8 @@ class Team:
     def _algorithm(self, envs: Any) -> Algorithm:
         model = build_model(self.experiment, envs.observation_space, envs.action_space)
         kind = ALGORITHMS[self.experiment.algorithm]
-        return kind(model, self.experiment.options, seed=self.experiment.run.seed)
+        run = self.experiment.run
+        return kind(model, self.experiment.options, seed=run.seed, device=device_of(run.device))
 
     def _collector(self, envs: VecAdapter, noise: EnvNoise) -> Collector | EpisodeCollector:
         run, actor = self.experiment.run, self.algorithm.actor
