@@ -400,5 +400,8 @@ def recorded() -> Iterator[None]:
 def _connections() -> dict[int, str]:
     """Descriptor and identity of every socket of this process (Linux; empty elsewhere)."""
     names = os.listdir("/proc/self/fd") if sys.platform.startswith("linux") else []
-    found = {int(n): os.path.realpath(f"/proc/self/fd/{n}") for n in names}
-    return {fd: who for fd, who in found.items() if "socket:" in who}
+    found = {}
+    for name in names:
+        with contextlib.suppress(OSError):  # closed since it was listed
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return {fd: who for fd, who in found.items() if who.startswith("socket:")}

@@ -152,7 +152,6 @@ def _environment(job: Job, board: Board) -> dict[str, str]:
         MANYHANDS_TIMEOUT=str(job.timeout),
         MANYHANDS_BOARD=Board.token(board.address),
         MANYHANDS_DEBUG="1" if job.debug else os.environ.get("MANYHANDS_DEBUG", "0"),
-        PYTHONUNBUFFERED="1",
     )
     if job.gpus is not None:
         env["MANYHANDS_GPUS"] = str(job.gpus)

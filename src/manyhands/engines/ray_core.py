@@ -202,6 +202,7 @@ class Seat:
     def __init__(self, office: Any, rank: int, size: int) -> None:
         from manyhands.engines.ray_parts import Desk
 
+        process.die_with_parent(os.getppid())  # the raylet: Ray itself takes a while to notice
         DESK[:] = [Desk(office, rank, size)]
 
     def where(self, output: str) -> str:

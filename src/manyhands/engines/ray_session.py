@@ -58,6 +58,7 @@ class Session:
         self._signal = 0
 
     def __enter__(self) -> Session:
+        self._breakpoint = os.environ.get("PYTHONBREAKPOINT")
         if threading.current_thread() is threading.main_thread():
             self._handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -78,6 +79,11 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  where: TracebackType | None) -> None:  # fmt: skip
         self._stop()
+        # Ray points breakpoint() at a debugger of its own, for good; the user's pdb comes back.
+        if self._breakpoint is None:
+            os.environ.pop("PYTHONBREAKPOINT", None)
+        else:
+            os.environ["PYTHONBREAKPOINT"] = self._breakpoint
         if self._signal:  # WHY again: passing through Ray's own code it becomes SystemExit(1)
             raise SystemExit(128 + self._signal) from None
 

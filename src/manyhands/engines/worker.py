@@ -6,7 +6,9 @@ began. Imports nothing heavy before the user's own code does.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -50,6 +52,9 @@ def run_payload(payload: dict[str, Any]) -> Any:
 
 def main() -> NoReturn:
     process.die_with_parent(os.getppid())
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # whole lines: workers share a terminal
     # WHY ignore: Ctrl-C in a terminal reaches every process; the launcher alone answers it, and
     # ends the workers by SIGTERM, which here unwinds the stack so that `finally` blocks run.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -177,13 +182,22 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Leave without waiting for stray threads of the user's; output is flushed first."""
+    """Leave as Python does, up to the point where only C++ destructors are left.
+
+    WHY not further: torch's gloo threads abort the process now and then when they are destroyed at
+    exit, which would turn a run that ended well into one that failed.
+    """
+    # From here on there is nothing left to unwind: SIGTERM may end us at once.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if code == 0:  # after a failure nobody waits for the user's threads
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()  # as the interpreter would: a thread of the user's is his to end
+    atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    # From here on there is nothing left to unwind: SIGTERM may end us at once.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sys.exit(code)
+    os._exit(code)
 
 
 if __name__ == "__main__":
