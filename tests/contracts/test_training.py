@@ -82,7 +82,7 @@ def _check_summary(run: Trained, algorithm: str, strategy: str, engine: str) -> 
     assert {key: summary[key] for key in asked} == asked
     assert summary["wall_seconds"] > 0
     assert summary["best_return"] >= summary["mean_return"] > 0
-    assert {"rollout", "learning"} <= set(summary["phase_seconds"])
+    assert {"rollout", "optimisation"} <= set(summary["phase_seconds"])
 
 
 def _check_metrics(run: Trained) -> None:

@@ -18,7 +18,7 @@ from manyhands.math.losses import clipped_policy_loss, entropy_loss, value_loss
 from manyhands.networks.build import ActorCritic, build_actor_critic
 from manyhands.networks.fast import FastActor
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.gradient import KEPT_SIZES, FastGradient, can_learn
+from manyhands.networks.gradient import KEPT_SIZES, FastGradient, FastValueGradient, can_learn
 
 VECTOR = Box(-1.0, 1.0, (4,))
 ACTIONS = {
@@ -379,3 +379,28 @@ def test_misuse_is_refused():
     fast.forward(normal(5, 4))
     with pytest.raises(ConfigError, match="shapes"):
         fast.backward(normal(5, 3), normal(5, 1))
+
+
+@pytest.mark.parametrize("hidden", [(), (8,), (16, 16)])
+def test_the_value_alone_is_that_of_autograd_and_leaves_the_policy(hidden):
+    model = network(action_space=ACTIONS["box"], hidden=hidden, seed=4)
+    twin, flat = copy.deepcopy(model), FlatParameters(model)
+    fast = FastValueGradient(model, flat)
+    flat.grad.fill_(7.0)
+    observations, d_values = normal(50, 4), normal(50, seed=1)
+    values = fast.forward(observations)
+    fast.backward(d_values)
+    exact = autograd(twin, torch.as_tensor(observations), np.zeros((50, 8), "f4"), d_values)
+    with torch.no_grad():
+        np.testing.assert_allclose(values, twin.value(torch.as_tensor(observations)), **TOLERANCE)
+    own = sum(p.numel() for p in model.value_parameters())  # at the end of the flat parameters
+    np.testing.assert_allclose(flat.grad_array[-own:], exact[-own:], **TOLERANCE)
+    assert (flat.grad_array[:-own] == 7.0).all()
+    assert np.abs(exact[-own:]).max() > 0.1
+    assert (exact[:-own] == 0).all()
+
+
+def test_a_shared_trunk_has_no_value_alone():
+    model = network(shared=True)
+    with pytest.raises(ConfigError, match="shared trunk"):
+        FastValueGradient(model, FlatParameters(model))

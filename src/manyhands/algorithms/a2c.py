@@ -18,9 +18,9 @@ import torch
 
 from manyhands.algorithms.base import (
     Across,
-    Algorithm,
     Batch,
     Info,
+    PolicyGradient,
     Signals,
     explained_variance,
     normalised,
@@ -51,7 +51,7 @@ class A2CConfig:
     """Adam's epsilon."""
 
 
-class A2C(Algorithm):
+class A2C(PolicyGradient):
     name = "a2c"
     stats = ("policy_loss", "value_loss", "entropy")
     options: A2CConfig

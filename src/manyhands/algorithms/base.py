@@ -105,14 +105,18 @@ class Algorithm(ABC):
         self.model = model.to(self.device)
         self.options = options
         self.flat = FlatParameters(model)
-        self.adam = Adam(self.flat.data, lr=0.0, eps=options.adam_epsilon)
+        # What `descend` moves: all parameters, unless the algorithm says less.
+        self.moved = slice(self.moved_from(model), None)
+        self.adam = Adam(self.flat.data[self.moved], lr=0.0, eps=options.adam_epsilon)
         self.rng = seeding.generator(seed, "minibatch")  # the same stream on all workers
         self.version = 0
-        self.fast = FastGradient(model, self.flat) if can_learn(model) else None
-        self.density = for_head(model.head) if self.fast is not None else None
         self.actor: Actor = (
             FastActor(model) if can_act(model) else TorchActor(model, self.device)  # type: ignore[assignment]
         )
+
+    def moved_from(self, model: ActorCritic) -> int:
+        """The first of the flat parameters that gradient steps move."""
+        return 0
 
     def prepare(self, rollout: Rollout) -> Batch:
         """GAE; then rows of all environments, one after the other."""
@@ -141,14 +145,8 @@ class Algorithm(ABC):
         """Learn from a batch; `progress` goes from 0 to 1 over the run, for schedules."""
 
     @abstractmethod
-    def signals(self, logp: Array, entropy: Array, value: Array, rows: Batch) -> Signals:
-        """The loss as seen from its inputs, in numpy: the fast path."""
-
-    @abstractmethod
-    def loss(
-        self, parameters: torch.Tensor, value: torch.Tensor, rows: Batch
-    ) -> tuple[torch.Tensor, list[float]]:
-        """(sum of the loss over rows, sums to report) in torch: the general path."""
+    def gradient(self, rows: Batch, count: int) -> list[float]:
+        """Put the gradient of sum(loss of these rows) / count into `flat.grad`; sums to report."""
 
     # -- the learner step ----------------------------------------------------------------------
 
@@ -164,7 +162,7 @@ class Algorithm(ABC):
         stop: Callable[[Info], bool] = lambda info: False,
     ) -> Info:
         """Epochs of minibatch steps. `minibatch` counts rows of all workers; 0 means all."""
-        here = len(batch["logp"])
+        here = len(batch["target"])
         first, total = across.place(here)
         size = min(minibatch or total, total)
         totals = np.zeros(len(self.stats))
@@ -186,31 +184,14 @@ class Algorithm(ABC):
         report = dict(zip(self.stats, (totals / max(seen, 1)).tolist(), strict=True))
         return report | {"grad_norm": norm, "learning_rate": lr, "gradient_steps": float(steps)}
 
-    def gradient(self, rows: Batch, count: int) -> list[float]:
-        """Put the gradient of sum(loss of these rows) / count into `flat.grad`; sums to report."""
-        if len(rows["logp"]) == 0:
-            self.flat.grad.zero_()
-            return [0.0] * len(self.stats)
-        if self.fast is not None and self.density is not None:
-            parameters, values = self.fast.forward(rows["obs"])
-            logp, entropy, pull = self.density.log_prob_and_entropy(parameters, rows["action"])
-            s = self.signals(logp, entropy, values, rows)
-            self.fast.backward(pull(s.logp / count, s.entropy / count), s.value / count)
-            return s.stats
-        self.flat.zero_grad()
-        on_device = {k: to_tensor(v, self.device) for k, v in rows.items()}
-        parameters_t, values_t = self.model(on_device["obs"])
-        total, stats = self.loss(parameters_t, values_t, on_device)
-        (total / count).backward()  # type: ignore[no-untyped-call]
-        return stats
-
     def _seam(self, across: Across, stats: list[float]) -> tuple[torch.Tensor, Array]:
         """Gradient and reported sums of all workers, in one message."""
+        grad = self.flat.grad[self.moved]
         if isinstance(across, Alone):
-            return self.flat.grad, np.asarray(stats)
-        tail = self.flat.grad.new_tensor(stats)
-        together = across.sum(torch.cat([self.flat.grad, tail]))
-        n = self.flat.grad.numel()
+            return grad, np.asarray(stats)
+        tail = grad.new_tensor(stats)
+        together = across.sum(torch.cat([grad, tail]))
+        n = grad.numel()
         return together[:n], together[n:].cpu().numpy().astype(np.float64)
 
     def apply(self, grad: torch.Tensor, lr: float, max_grad_norm: float) -> float:
@@ -257,6 +238,44 @@ class Algorithm(ABC):
         self.adam.load_state(state["adam"])
         self.rng.bit_generator.state = state["rng"]
         self.version = int(state["version"])
+
+
+class PolicyGradient(Algorithm):
+    """One loss for policy and value together, written twice: in numpy for small networks on the
+    CPU, and in torch for all others."""
+
+    def __init__(self, model: ActorCritic, options: Any, **kwargs: Any) -> None:
+        super().__init__(model, options, **kwargs)
+        self.fast = FastGradient(model, self.flat) if can_learn(model) else None
+        self.density = for_head(model.head) if self.fast is not None else None
+
+    @abstractmethod
+    def signals(self, logp: Array, entropy: Array, value: Array, rows: Batch) -> Signals:
+        """The loss as seen from its inputs, in numpy: the fast path."""
+
+    @abstractmethod
+    def loss(
+        self, parameters: torch.Tensor, value: torch.Tensor, rows: Batch
+    ) -> tuple[torch.Tensor, list[float]]:
+        """(sum of the loss over rows, sums to report) in torch: the general path."""
+
+    def gradient(self, rows: Batch, count: int) -> list[float]:
+        """Put the gradient of sum(loss of these rows) / count into `flat.grad`; sums to report."""
+        if len(rows["target"]) == 0:
+            self.flat.grad.zero_()
+            return [0.0] * len(self.stats)
+        if self.fast is not None and self.density is not None:
+            parameters, values = self.fast.forward(rows["obs"])
+            logp, entropy, pull = self.density.log_prob_and_entropy(parameters, rows["action"])
+            s = self.signals(logp, entropy, values, rows)
+            self.fast.backward(pull(s.logp / count, s.entropy / count), s.value / count)
+            return s.stats
+        self.flat.zero_grad()
+        on_device = {k: to_tensor(v, self.device) for k, v in rows.items()}
+        parameters_t, values_t = self.model(on_device["obs"])
+        total, stats = self.loss(parameters_t, values_t, on_device)
+        (total / count).backward()  # type: ignore[no-untyped-call]
+        return stats
 
 
 def take(batch: Batch, rows: Array) -> Batch:

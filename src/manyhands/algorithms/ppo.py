@@ -20,9 +20,9 @@ import torch
 
 from manyhands.algorithms.base import (
     Across,
-    Algorithm,
     Batch,
     Info,
+    PolicyGradient,
     Signals,
     explained_variance,
     normalised,
@@ -64,7 +64,7 @@ class PPOConfig:
     """Adam's epsilon."""
 
 
-class PPO(Algorithm):
+class PPO(PolicyGradient):
     name = "ppo"
     stats = ("policy_loss", "value_loss", "entropy", "kl", "clip_fraction")
     options: PPOConfig

@@ -24,7 +24,6 @@ from manyhands.algorithms.base import (
     Algorithm,
     Batch,
     Info,
-    Signals,
     explained_variance,
     normalised,
     to_tensor,
@@ -38,7 +37,7 @@ from manyhands.math.natural_gradient import (
 )
 from manyhands.math.schedules import make_schedule
 from manyhands.networks.build import ActorCritic
-from manyhands.trees import Array
+from manyhands.networks.gradient import FastValueGradient, can_learn
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,16 @@ class TRPO(Algorithm):
                 "shared trunk, and with it the policy, out of the trust region"
             )
         super().__init__(model, options, **kwargs)
+        self.fast = FastValueGradient(model, self.flat) if can_learn(model) else None
+
+    def moved_from(self, model: ActorCritic) -> int:
+        """Adam moves the value net alone: the end of the flat parameters, in our own networks."""
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        own = {id(p) for p in model.value_parameters()}
+        first = len(parameters) - len(own)
+        if {id(p) for p in parameters[first:]} != own:
+            return 0  # another order: the policy's gradient is zero, and it stays where it is
+        return sum(p.numel() for p in parameters[:first])
 
     def update(self, batch: Batch, across: Across, progress: float) -> Info:
         o = self.options
@@ -91,7 +100,7 @@ class TRPO(Algorithm):
             batch = {**batch, "advantage": normalised(batch["advantage"], across)}
         policy = self._improve_policy(batch, across)
         value = self.descend(
-            batch,
+            {"obs": batch["obs"], "target": batch["target"]},
             across,
             epochs=o.value_epochs,
             minibatch=o.value_minibatch,
@@ -167,13 +176,17 @@ class TRPO(Algorithm):
         kl = self.model.head.kl(parameters.detach(), parameters).sum() / used
         return fisher_product(kl, weights, across.sum)
 
-    def signals(self, logp: Array, entropy: Array, value: Array, rows: Batch) -> Signals:
-        error = value - rows["target"]
-        # Zero gradients leave the policy where the trust region put it: Adam has no momentum there.
-        return Signals(np.zeros_like(logp), 0.0, 2 * error, [float(np.dot(error, error))])
-
-    def loss(
-        self, parameters: torch.Tensor, value: torch.Tensor, rows: Batch
-    ) -> tuple[torch.Tensor, list[float]]:
-        squares = (value - rows["target"]).square().sum()
-        return squares, [squares.item()]
+    def gradient(self, rows: Batch, count: int) -> list[float]:
+        """Of the squared error of the value; the policy has had its step."""
+        if len(rows["target"]) == 0:
+            self.flat.grad.zero_()
+            return [0.0]
+        if self.fast is not None:
+            error = self.fast.forward(rows["obs"]) - rows["target"]
+            self.fast.backward(error * (2.0 / count))
+            return [float(np.dot(error, error))]
+        self.flat.zero_grad()
+        obs, target = (to_tensor(rows[name], self.device) for name in ("obs", "target"))
+        squares = (self.model.value(obs) - target).square().sum()
+        (squares / count).backward()
+        return [squares.item()]

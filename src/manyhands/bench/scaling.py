@@ -27,7 +27,7 @@ STRATEGIES = ("allreduce", "gather")
 BATCH, ENVS = 8192, 32  # many environments: a call of the policy costs the same for few
 UPDATES, ROUNDS = 8, 3
 BAR = 24  # characters of a perfect speed-up
-PHASES = ("rollout", "learning", "synchronisation", "logging")
+PHASES = ("rollout", "optimisation", "synchronisation", "logging")
 
 Run = dict[str, Any]
 

@@ -133,22 +133,26 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.head = head
         self.shared = value_encoder is None
-        self.policy_encoder = policy_encoder
-        self.value_encoder = value_encoder
 
         def trunk() -> nn.Sequential:
             return mlp(policy_encoder.features, hidden, activation=activation, generator=generator)
 
-        self.policy_trunk = trunk()
+        # Drawn in this order, kept in another: what belongs to the value alone comes last, so that
+        # it is one piece of the flat parameters.
+        policy_trunk = trunk()
         # None, not a second name for the same module: a checkpoint would hold its weights twice.
-        self.value_trunk = None if self.shared else trunk()
+        value_trunk = None if self.shared else trunk()
         width = hidden[-1] if hidden else policy_encoder.features
         outputs = head.parameter_size
         self.log_std: nn.Parameter | None = None
         if isinstance(head, DiagonalGaussian):
             outputs = head.size
             self.log_std = nn.Parameter(torch.full((head.size,), initial_log_std))
+        self.policy_encoder = policy_encoder
+        self.policy_trunk = policy_trunk
         self.policy_out = linear(width, outputs, POLICY_GAIN, generator)
+        self.value_encoder = value_encoder
+        self.value_trunk = value_trunk
         self.value_out = linear(width, 1, VALUE_GAIN, generator)
 
     def forward(self, observations: Observations) -> tuple[Tensor, Tensor]:

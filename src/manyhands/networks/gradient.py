@@ -57,10 +57,10 @@ def can_learn(model: nn.Module) -> bool:
     )
 
 
-class FastGradient:
-    """forward and backward of an ActorCritic in float32 numpy, into `flat.grad`."""
+class _Nets:
+    """Trunks of equal shapes side by side: what a gradient of one net or of two has in common."""
 
-    def __init__(self, model: ActorCritic, flat: FlatParameters) -> None:
+    def __init__(self, model: ActorCritic, flat: FlatParameters, trunks: list[str]) -> None:
         if not can_learn(model):
             raise ConfigError(
                 "a gradient in numpy needs a plain ActorCritic without images, on the CPU, in "
@@ -71,7 +71,6 @@ class FastGradient:
         flat.check()
         self._views, self._grad_views = flat.views(), flat.grad_views()
         self._encode: Callable[[Observations], Array] = model.policy_encoder.encode  # type: ignore[assignment]
-        trunks = ["policy_trunk"] if model.shared else ["policy_trunk", "value_trunk"]
         # [depth][net]: the layers of equal depth together.
         self._trunk = [
             [self._layer(f"{trunk}.{index}") for trunk in trunks]
@@ -80,25 +79,16 @@ class FastGradient:
         ]
         kinds = [_ACTIVATIONS[type(p)] for p in model.policy_trunk if type(p) in _ACTIVATIONS]
         self._activation = kinds[0] if kinds else None
-        self._policy_out = self._layer("policy_out")
-        self._value_out = self._layer("value_out")
-        self._log_std = self._views.get("log_std")
-        self._d_log_std = self._grad_views.get("log_std")
-        self._parameter_size = model.head.parameter_size
         self._nets = len(trunks)
+        self._outputs = self._parameter_size = 0  # of the policy, where there is one
         self._kept: dict[int, _Work] = {}
         self._last: _Work | None = None
 
-    def forward(self, observations: Observations) -> tuple[Array, Array]:
-        """(distribution parameters [N, P], values [N]).
-
-        Both are work arrays: the next forward over as many rows overwrites them. The observations
-        are needed again in backward and are not copied: leave them as they are until then.
-        """
+    def _features(self, observations: Observations) -> list[Array]:
+        """What the trunks make of the observations, one array a net; kept for the way back."""
         x = self._encode(observations)
         work = self._last = self._work(len(x))
-        work.inputs = [x] * self._nets
-        inputs = work.inputs
+        inputs = work.inputs = [x] * self._nets
         for layers, hidden in zip(self._trunk, work.hidden, strict=True):
             for layer, h, out in zip(layers, inputs, hidden.nets, strict=True):
                 np.dot(h, layer.weight.T, out=out)
@@ -106,55 +96,10 @@ class FastGradient:
             assert self._activation is not None
             self._activation.apply(hidden.values)
             inputs = hidden.nets
-        policy_out, value_out = self._policy_out, self._value_out
-        np.dot(policy_out.weight, inputs[0].T, out=work.outputs)
-        work.outputs += policy_out.bias[:, None]
-        if self._log_std is not None:
-            work.log_stds[...] = self._log_std[:, None]
-        np.dot(inputs[-1], value_out.weight[0], out=work.values)
-        work.values += value_out.bias
-        return work.parameters, work.values
-
-    def backward(self, d_parameters: Array, d_values: Array) -> None:
-        """Overwrite `flat.grad` with the gradient of the loss whose derivatives are given.
-
-        Args:
-            d_parameters: ∂loss/∂parameters of the last forward, [N, P].
-            d_values: ∂loss/∂values of the last forward, [N].
-        """
-        work = self._last
-        if work is None:
-            raise ConfigError("backward needs a forward before it")
-        if d_parameters.shape != work.parameters.shape or d_values.shape != work.values.shape:
-            raise ConfigError(
-                f"backward got derivatives of shapes {d_parameters.shape} and {d_values.shape} "
-                f"for outputs of shapes {work.parameters.shape} and {work.values.shape}"
-            )
-        d_parameters = np.asarray(d_parameters, np.float32)
-        d_values = np.asarray(d_values, np.float32)
-        size = len(self._policy_out.bias)
-        d_outputs = d_parameters[:, :size]
-        features = work.hidden[-1].nets if work.hidden else work.inputs
-        _into_layer(self._policy_out, d_outputs, features[0], work.ones)
-        if self._d_log_std is not None:
-            np.dot(work.ones, d_parameters[:, size:], out=self._d_log_std)
-        value_out = self._value_out
-        np.dot(d_values, features[-1], out=value_out.d_weight[0])
-        value_out.d_bias[0] = np.dot(work.ones, d_values)
-        if work.hidden:
-            self._into_features(work, d_outputs, d_values[:, None])
-            self._through_trunk(work)
-
-    def _into_features(self, work: _Work, d_outputs: Array, d_values: Array) -> None:
-        last = work.hidden[-1]
-        np.dot(d_outputs, self._policy_out.weight, out=last.d_nets[0])
-        if self._nets == 2:
-            np.dot(d_values, self._value_out.weight, out=last.d_nets[1])
-        else:
-            np.dot(d_values, self._value_out.weight, out=last.scratch[0])
-            last.d_values += last.scratch
+        return inputs
 
     def _through_trunk(self, work: _Work) -> None:
+        """From ∂loss/∂features, which lies in the last `d_nets`, down to the first layer."""
         assert self._activation is not None
         for depth in range(len(self._trunk) - 1, -1, -1):
             hidden = work.hidden[depth]
@@ -168,6 +113,11 @@ class FastGradient:
                 if below is not None:
                     np.dot(d, layer.weight, out=below.d_nets[net])
 
+    def _after_forward(self) -> _Work:
+        if self._last is None:
+            raise ConfigError("backward needs a forward before it")
+        return self._last
+
     def _layer(self, name: str) -> Layer:
         names = (f"{name}.weight", f"{name}.bias")
         views, grads = self._views, self._grad_views
@@ -179,10 +129,101 @@ class FastGradient:
             if len(self._kept) == KEPT_SIZES:
                 del self._kept[next(iter(self._kept))]
             widths = [len(layers[0].bias) for layers in self._trunk]
-            outputs = len(self._policy_out.bias)
-            work = _Work(rows, self._nets, widths, outputs, self._parameter_size)
+            work = _Work(rows, self._nets, widths, self._outputs, self._parameter_size)
             self._kept[rows] = work
         return work
+
+
+class FastGradient(_Nets):
+    """forward and backward of an ActorCritic in float32 numpy, into `flat.grad`."""
+
+    def __init__(self, model: ActorCritic, flat: FlatParameters) -> None:
+        trunks = ["policy_trunk"] if model.shared else ["policy_trunk", "value_trunk"]
+        super().__init__(model, flat, trunks)
+        self._policy_out = self._layer("policy_out")
+        self._value_out = self._layer("value_out")
+        self._log_std = self._views.get("log_std")
+        self._d_log_std = self._grad_views.get("log_std")
+        self._outputs = len(self._policy_out.bias)
+        self._parameter_size = model.head.parameter_size
+
+    def forward(self, observations: Observations) -> tuple[Array, Array]:
+        """(distribution parameters [N, P], values [N]).
+
+        Both are work arrays: the next forward over as many rows overwrites them. The observations
+        are needed again in backward and are not copied: leave them as they are until then.
+        """
+        features = self._features(observations)
+        work = self._after_forward()
+        policy_out, value_out = self._policy_out, self._value_out
+        np.dot(policy_out.weight, features[0].T, out=work.outputs)
+        work.outputs += policy_out.bias[:, None]
+        if self._log_std is not None:
+            work.log_stds[...] = self._log_std[:, None]
+        np.dot(features[-1], value_out.weight[0], out=work.values)
+        work.values += value_out.bias
+        return work.parameters, work.values
+
+    def backward(self, d_parameters: Array, d_values: Array) -> None:
+        """Overwrite `flat.grad` with the gradient of the loss whose derivatives are given.
+
+        Args:
+            d_parameters: ∂loss/∂parameters of the last forward, [N, P].
+            d_values: ∂loss/∂values of the last forward, [N].
+        """
+        work = self._after_forward()
+        if d_parameters.shape != work.parameters.shape or d_values.shape != work.values.shape:
+            raise ConfigError(
+                f"backward got derivatives of shapes {d_parameters.shape} and {d_values.shape} "
+                f"for outputs of shapes {work.parameters.shape} and {work.values.shape}"
+            )
+        d_parameters = np.asarray(d_parameters, np.float32)
+        d_values = np.asarray(d_values, np.float32)
+        size = self._outputs
+        d_outputs = d_parameters[:, :size]
+        features = work.features
+        _into_layer(self._policy_out, d_outputs, features[0], work.ones)
+        if self._d_log_std is not None:
+            np.dot(work.ones, d_parameters[:, size:], out=self._d_log_std)
+        _into_value(self._value_out, d_values, features[-1], work.ones)
+        if work.hidden:
+            self._into_features(work, d_outputs, d_values[:, None])
+            self._through_trunk(work)
+
+    def _into_features(self, work: _Work, d_outputs: Array, d_values: Array) -> None:
+        last = work.hidden[-1]
+        np.dot(d_outputs, self._policy_out.weight, out=last.d_nets[0])
+        if self._nets == 2:
+            np.dot(d_values, self._value_out.weight, out=last.d_nets[1])
+        else:
+            np.dot(d_values, self._value_out.weight, out=last.scratch[0])
+            last.d_values += last.scratch
+
+
+class FastValueGradient(_Nets):
+    """forward and backward of the value net alone; the policy's part of `flat.grad` stays."""
+
+    def __init__(self, model: ActorCritic, flat: FlatParameters) -> None:
+        if model.shared:
+            raise ConfigError("a shared trunk has no gradient of the value alone")
+        super().__init__(model, flat, ["value_trunk"])
+        self._value_out = self._layer("value_out")
+
+    def forward(self, observations: Observations) -> Array:
+        """Values [N]: a work array, as in FastGradient."""
+        (features,) = self._features(observations)
+        work = self._after_forward()
+        np.dot(features, self._value_out.weight[0], out=work.values)
+        work.values += self._value_out.bias
+        return work.values
+
+    def backward(self, d_values: Array) -> None:
+        """Overwrite the value net's part of `flat.grad`; `d_values` is ∂loss/∂values, [N]."""
+        work = self._after_forward()
+        _into_value(self._value_out, d_values, work.features[0], work.ones)
+        if work.hidden:
+            np.dot(d_values[:, None], self._value_out.weight, out=work.hidden[-1].d_nets[0])
+            self._through_trunk(work)
 
 
 class _Hidden:
@@ -211,10 +252,20 @@ class _Work:
         self.values = np.zeros(rows, np.float32)
         self.ones = np.ones(rows, np.float32)
 
+    @property
+    def features(self) -> list[Array]:
+        """What the last layers look at, one array a net."""
+        return self.hidden[-1].nets if self.hidden else self.inputs
+
 
 def _into_layer(layer: Layer, d: Array, inputs: Array, ones: Array) -> None:
     np.dot(d.T, inputs, out=layer.d_weight)
     np.dot(ones, d, out=layer.d_bias)  # twice as fast as a sum over rows
+
+
+def _into_value(layer: Layer, d_values: Array, features: Array, ones: Array) -> None:
+    np.dot(d_values, features, out=layer.d_weight[0])
+    layer.d_bias[0] = np.dot(ones, d_values)
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

@@ -23,7 +23,7 @@ def run(team: Team) -> None:
         with team.phases("rollout"):
             rollout = team.collector.collect()
             batch = algorithm.prepare(rollout)
-        with team.phases("learning"):
+        with team.phases("optimisation"):
             info = algorithm.update(batch, team.across, team.progress)
         team.close_update(rollout, info)
         if algorithm.version % CHECK_EVERY == 0:

@@ -27,7 +27,7 @@ def run(team: Team) -> None:
             rows = team.group.gather(batch)
         info = {}
         if rows is not None:
-            with team.phases("learning"):
+            with team.phases("optimisation"):
                 info = algorithm.update(rows, alone, team.progress)
         team.close_update(rollout, info)
     team.share_weights()
