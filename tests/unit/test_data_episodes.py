@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from safetensors.numpy import load_file
 
 from manyhands import train
 from manyhands.algorithms.a2c import A2C, A2CConfig
@@ -134,7 +135,7 @@ def test_no_row_is_lost_or_doubled_and_no_seed_used_twice() -> None:
     assert sum(b.steps for b in got) == len(rows) + waiting
     told = [e.seed for b in got for e in b.episodes]
     assert len(set(told)) == len(told)
-    assert told[: len(seeds)] == seeds  # in the order in which they ended
+    assert set(told[: len(seeds)]) == set(seeds)  # the first to end; each batch sorted by env
 
 
 def test_surplus_opens_the_next_batch() -> None:
@@ -267,9 +268,7 @@ def test_any_number_of_workers_has_the_batches_of_one(workers: int) -> None:
         assert sum(part.steps for part in parts) == one.steps
         for name in ("obs", "action", "reward", "next_value", "versions", "parameters"):
             joined = np.concatenate([getattr(part, name) for part in parts])
-            order = np.lexsort(np.concatenate([part.obs[:, 0] for part in parts]).T)
-            expected = getattr(one, name)[np.lexsort(one.obs[:, 0].T)]
-            np.testing.assert_array_equal(joined[order], expected)
+            np.testing.assert_array_equal(joined, getattr(one, name))
 
 
 class Endless(TimeLimit):
@@ -308,3 +307,26 @@ def test_two_workers_train_on_whole_episodes(strategy: str, tmp_path: Path) -> N
     assert results[0].summary["updates"] >= 2
     policies = [(r.run_dir / "policy.safetensors").read_bytes() for r in results]
     assert policies[0] == policies[1]
+
+
+@pytest.mark.parametrize("strategy", ["gather", "allreduce"])
+@pytest.mark.parametrize("algorithm", ["a2c", "ppo", "trpo"])
+def test_any_number_of_workers_learns_as_one(algorithm: str, strategy: str, tmp_path: Path) -> None:
+    """Whole episodes: the same rows in the same minibatches, so the same weights."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    weights = []
+    try:
+        for workers in (1, 2, 3):
+            result = train(
+                algorithm, env="CartPole-v1", strategy=strategy if workers > 1 else "single",
+                engine="inline", workers=workers, seed=4, steps=1800, collect="episodes",
+                batch_steps=500, num_envs=6, hidden=(16,), run_dir=str(tmp_path / str(workers)),
+                quiet=True, tensorboard=False,
+            )  # fmt: skip
+            weights.append(load_file(result.run_dir / "policy.safetensors"))
+    finally:
+        torch.set_num_threads(threads)
+    for name, one in weights[0].items():
+        for other in weights[1:]:
+            np.testing.assert_allclose(other[name], one, rtol=1e-4, atol=1e-5, err_msg=name)

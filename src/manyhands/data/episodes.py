@@ -3,11 +3,11 @@
     running   lanes [B, room]: env i writes its steps one behind the other in lane i
     ended     rows [room]: when an episode ends, its lane is copied behind those that ended before
     a batch   the first episodes to have ended, on whichever worker, that together reach
-              `batch_steps`; the rest stay for the next batch
+              `batch_steps`, in order of their environments; the rest stay for the next batch
 
 All workers take the same number of steps and tell each other now and then which episodes have
 ended, so none waits for another's slowest episode. "First" counts steps, not seconds: the same seed
-gives the same batches, and the number of workers changes the order of their rows only.
+gives the same batches, row by row, whatever the number of workers.
 
 Nothing is thrown away: an episode that was not needed opens the next batch, and one that still runs
 goes on with the new weights. Such rows are some versions old, and are not passed off as new:
@@ -155,6 +155,7 @@ class EpisodeCollector:
         self._lengths = np.zeros(envs.num_envs, np.intp)  # steps in each lane
         self._rows: Columns = {}  # [room, ...] the ended ones
         self._filled = 0  # rows of the ended ones
+        self._filed: list[tuple[int, int]] = []  # (env, length) of the ended ones, as they lie
         self._given = 0  # rows of the batch that was handed out last
         self._cut: list[tuple[int, Obs]] = []  # (row, last observation) that await V of it
         self._unused = np.random.default_rng(0)  # for actions that nobody takes
@@ -176,7 +177,7 @@ class EpisodeCollector:
                 episodes += self._now.episodes
             queue.look(int(self._lengths.sum()))
         self._bootstrap()
-        self._given = sum(e.length for e in queue.take() if e.rank == self._rank)
+        self._give(sum(e.rank == self._rank for e in queue.take()))
         self._centre()
         return self._rollout(episodes, taken)
 
@@ -246,6 +247,7 @@ class EpisodeCollector:
         if not now.terminated[env]:
             self._cut.append((end - 1, final.obs))
         self._filled = end
+        self._filed.append((env, length))
         self._queue.add(self._clock, length)
         self._lengths[env] = 0
 
@@ -256,6 +258,23 @@ class EpisodeCollector:
             values = self.actor.value(self.normaliser.apply(finals))
             self._rows["next_value"][[row for row, _ in self._cut]] = values
             self._cut.clear()
+
+    def _give(self, episodes: int) -> None:
+        """Take the first episodes for a batch, and sort their rows by environment.
+
+        WHY: workers hold consecutive environments, so the rows of all workers, joined, then stand
+        in the same order however many workers there are, and minibatches are the same rows.
+        """
+        given, self._filed = self._filed[:episodes], self._filed[episodes:]
+        lengths = np.array([length for _, length in given], np.intp)
+        starts = np.cumsum(lengths) - lengths
+        self._given = int(lengths.sum())
+        by_env = np.argsort([env for env, _ in given], kind="stable")
+        if (by_env[1:] > by_env[:-1]).all():
+            return
+        rows = np.concatenate([np.arange(starts[i], starts[i] + lengths[i]) for i in by_env])
+        for x in self._rows.values():
+            x[: self._given] = x[rows]
 
     def _centre(self) -> None:
         """Distribution parameters as the policy gives them now, for rows of older ones."""

@@ -110,6 +110,7 @@ class Normaliser:
                 stats.synchronise(total)
 
     def state(self) -> dict[str, Any]:
+        """What a trained policy needs: the statistics."""
         parts = {"obs": self.obs, "returns": self.returns}
         return {name: stats.state() for name, stats in parts.items() if stats is not None}
 
@@ -117,6 +118,20 @@ class Normaliser:
         for name, stats in (("obs", self.obs), ("returns", self.returns)):
             if stats is not None:
                 stats.load_state(state[name])
+
+    def training_state(self) -> dict[str, Any]:
+        """What a resumed run needs: the discounted returns of the running episodes as well."""
+        return {"statistics": self.state(), "running": self._running}
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        self.load_state(state["statistics"])
+        running = state["running"]
+        self._running = None if running is None else np.array(running)
+
+    def forget(self, envs: list[int]) -> None:
+        """These environments begin new episodes: their discounted returns begin at zero."""
+        if self._running is not None:
+            self._running[envs] = 0.0
 
 
 class Collector:
@@ -162,6 +177,29 @@ class Collector:
         self._bootstrap(out, ends)
         out.episodes = episodes
         return out
+
+    def state(self) -> dict[str, Any]:
+        """Plain data and arrays from which `load_state` goes on exactly; between two `collect`s.
+
+        Not in it: the policy and the normaliser, which are not the collector's own.
+        """
+        envs = self.envs.state(_at(self._raw, self.length)) if self._begun else None
+        return {"envs": envs, "noise": self.noise.state()}
+
+    def load_state(self, state: dict[str, Any]) -> list[str]:
+        """Go on from `state()`; call it on a fresh collector, once the normaliser is loaded.
+
+        Gives back, in words, what could not be restored exactly: environments that begin a new
+        episode because theirs could not be gone on with.
+        """
+        self.noise.load_state(state["noise"])
+        if state["envs"] is None:
+            return []
+        self._begun = True
+        restored = self.envs.load_state(state["envs"])
+        _copy(_at(self._raw, self.length), restored.obs)
+        self.normaliser.forget(restored.restarted)
+        return restored.reasons
 
     def _remember(self, t: int, seen: Obs, acted: Acted) -> Rollout:
         if self._store is None:  # shapes are known once the policy has spoken
