@@ -172,8 +172,7 @@ def as_in_a_worker() -> Iterator[None]:
 
 def learn_from_parts(name: str, parts: list[int], updates: int) -> Any:
     """Updates on one random batch, of which this worker holds `parts[rank]` rows; weights."""
-    from manyhands.algorithms import Alone, Batch
-    from manyhands.algorithms.base import take
+    from manyhands.algorithms.base import Alone, Batch, take
     from manyhands.experiment.timing import Phases
     from manyhands.strategies.across import OverGroup
 
@@ -192,7 +191,8 @@ def learn_from_parts(name: str, parts: list[int], updates: int) -> Any:
 def learner(name: str) -> Any:
     from gymnasium.spaces import Box, Discrete
 
-    from manyhands.algorithms import ALGORITHMS, CONFIGS
+    from manyhands.algorithms.options import CONFIGS
+    from manyhands.algorithms.registry import ALGORITHMS
     from manyhands.networks.build import build_actor_critic
 
     model = build_actor_critic(Box(-1, 1, (4,)), Discrete(3), hidden=(16, 16), seed=3)

@@ -56,6 +56,9 @@ class RunConfig:
     """A batch is a fixed number of steps of each environment, or whole episodes."""
     batch_steps: int = 0
     """With collect=episodes: whole episodes until there are so many steps in all."""
+    overlap: bool = False
+    """With strategy=gather: the main worker only learns, while the others collect the next batch
+    with weights that are exactly one update old."""
     env_backend: str = "auto"
     """What steps the environments: auto, gymnasium, vector, envpool or atari."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -78,6 +81,12 @@ class RunConfig:
     """Seconds that any wait for other workers may take; 0 waits for ever."""
     log_every: int = 1
     """Updates between records of metrics."""
+    checkpoint_seconds: float = 30.0
+    """Seconds between checkpoints; 0 makes one after every update."""
+    tensorboard: bool = True
+    """Write the metrics for TensorBoard too."""
+    wandb: str = ""
+    """Weights & Biases project that gets the metrics too (empty: none)."""
     quiet: bool = False
     """Print nothing but errors."""
     address: str = ""
@@ -97,9 +106,10 @@ class RunConfig:
 
 # In which part of the help a field stands
 GROUPS: dict[str, tuple[str, ...]] = {
-    "run": ("env", "steps", "seed", "target_return", "run_dir", "log_every", "quiet"),
+    "run": ("env", "steps", "seed", "target_return", "run_dir", "log_every",
+            "checkpoint_seconds", "tensorboard", "wandb", "quiet"),
     "worker": ("workers", "strategy", "engine", "device", "timeout", "address"),
-    "batch": ("num_envs", "rollout_length", "collect", "batch_steps"),
+    "batch": ("num_envs", "rollout_length", "collect", "batch_steps", "overlap"),
     "environment": (
         "env_backend", "env_kwargs", "normalize_observations", "normalize_rewards", "box_actions",
     ),
@@ -126,7 +136,7 @@ def options_class(algorithm: str) -> type[Any]:
     if algorithm not in support.ALGORITHMS:
         known = support.built()
         raise ConfigError(f"there is no algorithm {algorithm!r}; {nearest(algorithm, known)}")
-    from manyhands.algorithms import CONFIGS
+    from manyhands.algorithms.options import CONFIGS
 
     if algorithm not in CONFIGS:
         raise SupportError(f"{algorithm} is not built yet; there are {', '.join(CONFIGS)}")

@@ -12,7 +12,9 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from manyhands.algorithms import ALGORITHMS, CONFIGS, Alone
+from manyhands.algorithms.base import Alone
+from manyhands.algorithms.options import CONFIGS
+from manyhands.algorithms.registry import ALGORITHMS
 from manyhands.data.noise import EnvNoise
 from manyhands.data.rollout import Acted, Collector, Normaliser
 from manyhands.envs import make_vec

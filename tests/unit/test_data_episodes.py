@@ -13,7 +13,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from safetensors.numpy import load_file
 
 from manyhands import train
-from manyhands.algorithms.a2c import A2C, A2CConfig
+from manyhands.algorithms.a2c import A2C
+from manyhands.algorithms.options import A2CConfig
 from manyhands.data.episodes import EpisodeCollector, EpisodeRollout, Queue
 from manyhands.data.noise import EnvNoise
 from manyhands.data.rollout import Acted, Normaliser

@@ -53,6 +53,14 @@ def hidden(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(tmp_path)}
 
 
+def test_a_configuration_is_read_and_checked_without_torch() -> None:
+    code = (
+        "import sys\nfrom manyhands.config import build\nfrom manyhands.validate import check\n"
+        "check(build('ppo', env='CartPole-v1', workers=2))\nprint('torch' in sys.modules)"
+    )
+    assert python("-c", code).stdout == "False\n"
+
+
 def test_import_is_quick() -> None:
     """The best of five, in a fresh interpreter each: the file system may be cold at first."""
     code = "import time; t = time.perf_counter(); import manyhands; print(time.perf_counter() - t)"

@@ -10,9 +10,6 @@ normalised over the rows of all workers. With `--strategy gradient_server` it wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import numpy as np
 import torch
 
@@ -25,30 +22,9 @@ from manyhands.algorithms.base import (
     explained_variance,
     normalised,
 )
+from manyhands.algorithms.options import A2CConfig
 from manyhands.math.schedules import make_schedule
 from manyhands.trees import Array
-
-
-@dataclass(frozen=True)
-class A2CConfig:
-    ROLLOUT_LENGTH: ClassVar[int] = 8
-
-    learning_rate: float | str = "linear:2e-3"
-    """Step size; a number, or a schedule over the run such as linear:2e-3 (down to 0)."""
-    gamma: float = 0.99
-    """Discount."""
-    gae_lambda: float = 1.0
-    """Trade between bias (0) and variance (1) of the advantages; 1 gives n-step returns."""
-    value_weight: float = 0.5
-    """Weight of the value loss."""
-    entropy_weight: float = 0.0
-    """Weight of the entropy bonus; more keeps exploring for longer."""
-    max_grad_norm: float = 0.5
-    """Gradients longer than this are shortened to it."""
-    normalize_advantages: bool = True
-    """Advantages with mean 0 and deviation 1 over the rows of all workers."""
-    adam_epsilon: float = 1e-5
-    """Adam's epsilon."""
 
 
 class A2C(PolicyGradient):

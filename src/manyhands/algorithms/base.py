@@ -225,7 +225,9 @@ class Algorithm(ABC):
     # -- what a checkpoint keeps ---------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
+        shapes = {name: list(p.shape) for name, p in self.model.named_parameters()}
         return {
+            "shapes": shapes,  # says which layer it is, where a checkpoint does not fit
             "weights": self.flat.data,
             "adam": self.adam.state(),
             "rng": self.rng.bit_generator.state,

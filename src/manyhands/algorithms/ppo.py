@@ -12,8 +12,7 @@ With `--kl-penalty` the clip is replaced by β KL, β adapted after each update 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,41 +26,10 @@ from manyhands.algorithms.base import (
     explained_variance,
     normalised,
 )
+from manyhands.algorithms.options import PPOConfig
 from manyhands.math.losses import adapt_kl_coefficient
 from manyhands.math.schedules import make_schedule
 from manyhands.trees import Array
-
-
-@dataclass(frozen=True)
-class PPOConfig:
-    ROLLOUT_LENGTH: ClassVar[int] = 256
-
-    learning_rate: float | str = "linear:1e-3"
-    """Step size; a number, or a schedule over the run such as linear:1e-3 (down to 0)."""
-    gamma: float = 0.99
-    """Discount."""
-    gae_lambda: float = 0.95
-    """Trade between bias (0) and variance (1) of the advantages."""
-    epochs: int = 10
-    """Passes over each batch."""
-    minibatch: int = 256
-    """Rows of one gradient step, of all workers together."""
-    clip: float = 0.2
-    """How far the probability ratio may go from 1 before its gradient stops."""
-    value_weight: float = 0.5
-    """Weight of the value loss."""
-    entropy_weight: float = 0.0
-    """Weight of the entropy bonus; more keeps exploring for longer."""
-    max_grad_norm: float = 0.5
-    """Gradients longer than this are shortened to it."""
-    target_kl: float = 0.0
-    """Stop an update once the KL of a minibatch is above 1.5 times this; 0 never stops."""
-    kl_penalty: bool = False
-    """Penalise KL with an adaptive weight instead of clipping; target_kl is then the aim."""
-    normalize_advantages: bool = True
-    """Advantages with mean 0 and deviation 1 over the rows of all workers."""
-    adam_epsilon: float = 1e-5
-    """Adam's epsilon."""
 
 
 class PPO(PolicyGradient):

@@ -13,8 +13,7 @@ damping on F's diagonal.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from manyhands.algorithms.base import (
     normalised,
     to_tensor,
 )
+from manyhands.algorithms.options import TRPOConfig
 from manyhands.errors import ConfigError
 from manyhands.math.natural_gradient import (
     fisher_product,
@@ -38,36 +38,6 @@ from manyhands.math.natural_gradient import (
 from manyhands.math.schedules import make_schedule
 from manyhands.networks.build import ActorCritic
 from manyhands.networks.gradient import FastValueGradient, can_learn
-
-
-@dataclass(frozen=True)
-class TRPOConfig:
-    ROLLOUT_LENGTH: ClassVar[int] = 256
-
-    max_kl: float = 0.01
-    """Radius of the trust region: KL between the policies before and after an update."""
-    gamma: float = 0.99
-    """Discount."""
-    gae_lambda: float = 0.97
-    """Trade between bias (0) and variance (1) of the advantages."""
-    cg_iterations: int = 10
-    """Steps of conjugate gradient."""
-    cg_damping: float = 0.1
-    """Added to the diagonal of the Fisher matrix."""
-    fisher_every: int = 5
-    """Fisher products use every k-th row only."""
-    line_search_tries: int = 10
-    """Halvings of the step before it is given up."""
-    value_learning_rate: float | str = 1e-3
-    """Step size of the value function."""
-    value_epochs: int = 10
-    """Passes of the value function over each batch."""
-    value_minibatch: int = 256
-    """Rows of one step of the value function, of all workers together."""
-    normalize_advantages: bool = True
-    """Advantages with mean 0 and deviation 1 over the rows of all workers."""
-    adam_epsilon: float = 1e-5
-    """Epsilon of the value function's Adam."""
 
 
 class TRPO(Algorithm):

@@ -11,7 +11,7 @@ minibatches are many and observations small; its limit is the one worker that le
 
 from __future__ import annotations
 
-from manyhands.algorithms import Alone
+from manyhands.algorithms.base import Alone
 from manyhands.strategies.team import Team
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.algorithms import ALGORITHMS, Across, Algorithm, Alone
+from manyhands.algorithms.base import Across, Algorithm, Alone
+from manyhands.algorithms.registry import ALGORITHMS
 from manyhands.config import Experiment
 from manyhands.data.episodes import EpisodeCollector
 from manyhands.data.noise import EnvNoise
