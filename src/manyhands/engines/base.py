@@ -305,6 +305,10 @@ class Worker(ABC):
         """The weight store of that name; every worker names the same writer."""
         raise self._not_here("weight stores")
 
+    def hand_out(self, weights: Tree) -> Tree:
+        """The main worker's weights, on all; every worker calls it, as for a collective."""
+        return self.group.broadcast(weights)
+
     def serve(self, name: str, target: object) -> None:
         """Offer an object to the other workers; one call runs at a time."""
         raise self._not_here("services")

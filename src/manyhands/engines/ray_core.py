@@ -75,6 +75,7 @@ class _Crew:
 
     def __init__(self, session: Any, workers: int, cpus: float, env: dict[str, str]) -> None:
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from manyhands.engines import ray_parts
 
@@ -89,8 +90,13 @@ class _Crew:
         # WHY at the start of the process: BLAS reads the caps when numpy is imported, and that is
         # before an actor's first line. A private Ray has them in its own environment already.
         options = {} if session.private else {"runtime_env": {"env_vars": caps}}
+        room = {n["NodeID"]: n["Resources"].get("CPU", 0) for n in ray.nodes() if n["Alive"]}
+        nodes = spread(workers, cpus, room, ray.get_runtime_context().get_node_id())
         self._seats = [
-            seat.options(**options).remote(self._office, r, workers) for r in range(workers)
+            seat.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True), **options
+            ).remote(self._office, rank, workers)
+            for rank, node in enumerate(nodes)
         ]
         self._where: list[dict[str, Any]] = []
 
@@ -193,6 +199,30 @@ class _Crew:
                 self._ray.kill(actor)
 
 
+def spread(workers: int, cpus: float, room: dict[str, float], driver: str) -> list[str]:
+    """A node for each worker: all nodes filled alike, the main worker at the driver's side.
+
+    WHY there: it writes the results, and the driver's folder is where the user looks for them.
+
+    Args:
+        room: CPUs by node.
+        driver: the node of the process that asks.
+    """
+    taken = dict.fromkeys(room, 0.0)
+
+    def filled(node: str) -> tuple[float, bool]:
+        """How full it would be with one more; between equals, the driver's node comes last."""
+        return (taken[node] + cpus) / room[node], node == driver
+
+    nodes = []
+    for rank in range(workers):
+        able = [n for n in room if taken[n] + cpus <= room[n]] or [n for n in room if room[n] > 0]
+        node = driver if rank == 0 and driver in able else min(able, key=filled)
+        taken[node] += cpus
+        nodes.append(node)
+    return nodes
+
+
 # -- the actor -------------------------------------------------------------------------------------
 
 
@@ -202,8 +232,13 @@ class Seat:
     def __init__(self, office: Any, rank: int, size: int) -> None:
         from manyhands.engines.ray_parts import Desk
 
+        self._rank = rank
         process.die_with_parent(os.getppid())  # the raylet: Ray itself takes a while to notice
         DESK[:] = [Desk(office, rank, size)]
+
+    def __repr__(self) -> str:
+        """What Ray writes before each line that comes from another node."""
+        return f"worker {self._rank}"
 
     def where(self, output: str) -> str:
         import ray

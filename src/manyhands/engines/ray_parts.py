@@ -197,9 +197,9 @@ class Desk:
         except ray.exceptions.RayError as error:
             raise CollectiveError(f"{doing}: the run's office is gone ({_first(error)})") from None
 
-    def pack(self, tree: Tree) -> Parcel:
+    def pack(self, tree: Tree, *, store: bool = False) -> Parcel:
         data = wire.encode(tree)
-        if len(data) <= _SMALL:
+        if len(data) <= _SMALL and not store:
             return bytes(data)
         return [ray.put(np.frombuffer(data, np.uint8))]
 
@@ -361,9 +361,8 @@ class RayWeights(WeightStore):
         doing = f"weights {self._name!r}: publish"
         if self._desk.rank != self._writer:
             raise ConfigError(f"weights {self._name!r}: only worker {self._writer} publishes")
-        return int(
-            self._desk.ask(doing, "publish", self._name, self._desk.pack(tree), wait=_MARGIN)
-        )
+        parcel = self._desk.pack(tree, store=True)
+        return int(self._desk.ask(doing, "publish", self._name, parcel, wait=_MARGIN))
 
     def pull(self, newer_than: int = 0, timeout: float | None = None) -> tuple[int, Tree] | None:
         doing, writer = f"weights {self._name!r}: pull", self._desk.names[self._writer]

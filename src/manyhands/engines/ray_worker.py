@@ -10,6 +10,7 @@ from manyhands.engines import process
 from manyhands.engines.base import Channel, Place, Service, WeightStore
 from manyhands.engines.group import Group
 from manyhands.errors import CollectiveError, ConfigError
+from manyhands.trees import Tree
 
 if TYPE_CHECKING:
     from manyhands.engines.ray_parts import Desk
@@ -38,6 +39,8 @@ class RayWorker(process.ProcessWorker):
         from manyhands.engines.torch_distributed import Arrival, own_gpus
 
         self._desk = desk
+        self._handed: WeightStore | None = None
+        self._version = 0  # of the weights that were handed out last
         start = max(timeout, START_SECONDS) if timeout > 0 else 0.0
         one_node = place.local_size == place.size
         ip = "127.0.0.1" if one_node else ray.util.get_node_ip_address()
@@ -77,6 +80,18 @@ class RayWorker(process.ProcessWorker):
         from manyhands.engines.ray_parts import RayWeights
 
         return RayWeights(self._desk, name, writer, self.timeout)
+
+    def hand_out(self, weights: Tree) -> Tree:
+        """Through the object store: put once a version, fetched once a node."""
+        if self._handed is None:
+            self._handed = self.weights("manyhands: handed out")
+        self._version += 1
+        if self.place.rank == 0:
+            self._handed.publish(weights)
+            return weights
+        found = self._handed.pull(newer_than=self._version - 1, timeout=self.timeout)
+        assert found is not None  # pull waits, and raises at its deadline
+        return found[1]
 
     def serve(self, name: str, target: object) -> None:
         self._desk.serve(name, target)

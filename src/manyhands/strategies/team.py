@@ -41,6 +41,7 @@ class Team:
     def __init__(self, experiment: Experiment, worker: Worker, records: Records) -> None:
         run = experiment.run
         self.experiment, self.records = experiment, records
+        self.worker = worker
         self.group: Group = worker.group
         self.phases = Phases()
         rank, size = self.group.rank, self.group.size
@@ -102,7 +103,7 @@ class Team:
         """The main worker's weights, on all."""
         flat = self.algorithm.flat.data
         if self.group.size > 1:
-            flat.copy_(self.group.broadcast(flat))
+            flat.copy_(self.worker.hand_out(flat))
 
     def check_replicas(self) -> None:
         if self.group.size > 1:

@@ -1,0 +1,110 @@
+"""A Ray cluster of two nodes on this machine: training on both, and answers where it is too small.
+
+The nodes are real: each has a raylet, an object store and workers of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_programs import as_in_a_worker, configuration
+
+from manyhands.engines import calls
+from manyhands.engines.launch import Job, run
+from manyhands.engines.ray_core import spread
+
+pytestmark = pytest.mark.ray
+ray = pytest.importorskip("ray")
+
+EPISODES = {"collect": "episodes", "batch_steps": 300, "steps": 900}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+    )
+    try:
+        cluster.add_node(num_cpus=2)
+        yield str(cluster.address)
+    finally:
+        cluster.shutdown()
+
+
+def train_and_tell(case: dict[str, Any]) -> dict[str, Any]:
+    """One worker's run: on which node it was, and how often it put weights into the store."""
+    from manyhands.run import train_worker
+
+    puts: list[int] = []
+    put = ray.put
+
+    def counted(value: Any, **options: Any) -> Any:
+        puts.append(getattr(value, "nbytes", 0))
+        return put(value, **options)
+
+    ray.put = counted
+    try:
+        summary = train_worker(case)
+    finally:
+        ray.put = put
+    node = ray.get_runtime_context().get_node_id()
+    return {"node": node, "puts": len(puts), "updates": summary["updates"]}
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_trpo_gathers_whole_episodes_from_both_nodes(
+    address: str, workers: int, tmp_path: Path
+) -> None:
+    case = configuration(
+        "trpo", "gather", "ray", workers, str(tmp_path / "run"), num_envs=8, **EPISODES
+    )
+    with as_in_a_worker():
+        call = calls.pack(train_and_tell, (case,), {})
+    told = run(
+        Job(workers=workers, engine="ray", call=call, timeout=60, address=address, results=True)
+    )
+    assert len({t["node"] for t in told}) == 2
+    # One more than updates: the weights of the end, for all.
+    assert [t["puts"] for t in told] == [told[0]["updates"] + 1, *[0] * (workers - 1)]
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) == told[0]["updates"] >= 3
+    assert json.loads(rows[-1])["env_steps"] >= 900
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        ({"a": 2, "b": 2}, ["a", "b", "b", "a"]),
+        ({"a": 0, "b": 4}, ["b", "b", "b", "b"]),  # a head without CPUs
+        ({"a": 4, "b": 8, "c": 4}, ["a", "b", "b", "c"]),
+    ],
+)
+def test_nodes_are_filled_alike(room: dict[str, float], expected: list[str]) -> None:
+    assert spread(4, 1, room, driver="a") == expected
+
+
+def test_more_workers_than_cpus_says_so_at_once(address: str, tmp_path: Path) -> None:
+    began = time.monotonic()
+    words = ["train", "trpo", "--env", "CartPole-v1", "--engine", "ray", "--address", address]
+    words += ["--workers", "8", "--steps", "20000", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "manyhands.cli.main", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
+    )
+    assert done.returncode == 2
+    assert "8 workers x 1 CPU = 8" in done.stderr
+    assert "has 4" in done.stderr
+    assert time.monotonic() - began < 10
