@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from manyhands.gymnasium_ids import register_with_gymnasium
+
 if TYPE_CHECKING:
     from manyhands.engines.launch import launch
     from manyhands.errors import (
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from manyhands.run import train
 
 __version__ = "0.1.0"
+
+register_with_gymnasium()  # never imports it: waits until somebody does
 
 _WHERE = {
     "Parallel": "manyhands.parallel",

@@ -6,6 +6,7 @@ Gymnasium vector env), `check_env` for an environment you have written.
 
 from __future__ import annotations
 
+from manyhands import gymnasium_ids
 from manyhands.envs import toys
 from manyhands.envs.adapter import Episode, Final, Step, VecAdapter
 from manyhands.envs.check import check_env
@@ -14,6 +15,7 @@ from manyhands.envs.make import make_vec, seeded_vector
 from manyhands.envs.spaces import ActionMap
 from manyhands.envs.vector import VectorAdapter
 
+gymnasium_ids.register()
 toys.register()
 
 __all__ = [
