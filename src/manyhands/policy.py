@@ -2,6 +2,7 @@
 
     policy = manyhands.load("runs/CartPole-v1/ppo-allreduce/1-...")
     action = policy.act(observation, deterministic=True)
+    policy.export("policy.onnx")
 
 The file is safetensors: weights by name, and the normaliser's numbers. Nothing is unpickled.
 """
@@ -67,37 +68,76 @@ class Policy:
     """Acts as the policy did in training: observations normalised, actions brought to bounds."""
 
     def __init__(
-        self, model: ActorCritic, normaliser: Normaliser, action_space: Any, box_actions: Any
+        self,
+        model: ActorCritic,
+        normaliser: Normaliser,
+        action_space: Any,
+        box_actions: Any,
+        *,
+        observation_space: Any = None,
+        experiment: Experiment | None = None,
     ) -> None:
         self.model, self.normaliser = model.eval(), normaliser
+        self.observation_space, self.action_space = observation_space, action_space
+        self.box_actions = box_actions
+        self.experiment = experiment  # what it was trained by, where that is known
         self._to_env = ActionMap(action_space, box_actions)
         self._rng = np.random.default_rng()
 
+    def seed(self, seed: int, *path: str | int) -> None:
+        """Make actions that are drawn (`deterministic=False`) repeat, from here on."""
+        self._rng = seeding.generator(seed, *path)
+
     def act(self, observation: Obs, deterministic: bool = True) -> Any:
         """The action for one observation, as the environment takes it."""
-        one = (
-            {k: np.asarray(v)[None] for k, v in observation.items()}
-            if isinstance(observation, dict)
-            else np.asarray(observation)[None]
-        )
-        return self.act_batch(one, deterministic)[0]
+        return self.act_batch(_as_batch(observation), deterministic)[0]
 
     @torch.no_grad()
     def act_batch(self, observations: Obs, deterministic: bool = True) -> Array:
         """Actions for observations [N, ...]."""
-        seen = self.normaliser.apply(observations)
-        tensors = (
-            {k: torch.as_tensor(v) for k, v in seen.items()}
-            if isinstance(seen, dict)
-            else torch.as_tensor(seen)
-        )
-        parameters = self.model.policy(tensors).numpy()
+        parameters = self.model.policy(self._seen(observations)).numpy()
         if deterministic:
             size = self.model.policy_out.out_features  # a Gaussian's deviations come after
             chosen = mode(self.model.head, parameters[:, :size])
         else:
             chosen, _ = sample(self.model.head, parameters, self._rng)
         return self._to_env(chosen)
+
+    def value(self, observation: Obs) -> float:
+        """What the critic expects to come from one observation on, discounted.
+
+        With `normalize_rewards` it is in units of the scaled reward, as it was learned.
+        """
+        return float(self.value_batch(_as_batch(observation))[0])
+
+    @torch.no_grad()
+    def value_batch(self, observations: Obs) -> Array:
+        """Values [N] of observations [N, ...]."""
+        return self.model.value(self._seen(observations)).numpy()
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write the policy as one file that needs no manyhands: `.onnx`, or `.pt` (TorchScript).
+
+        It takes raw observations [N, ...] and gives deterministic actions [N, ...] as the
+        environment takes them, for any N: normaliser and bounds are inside. A Dict observation
+        becomes one input for each key, keys sorted.
+        """
+        from manyhands.experiment.export import export
+
+        return export(self, Path(path))
+
+    def _seen(self, observations: Obs) -> Any:
+        """Normalised, as tensors."""
+        seen = self.normaliser.apply(observations)
+        if isinstance(seen, dict):
+            return {k: torch.as_tensor(v) for k, v in seen.items()}
+        return torch.as_tensor(seen)
+
+
+def _as_batch(observation: Obs) -> Obs:
+    if isinstance(observation, dict):
+        return {k: np.asarray(v)[None] for k, v in observation.items()}
+    return np.asarray(observation)[None]
 
 
 def load(run_dir: str | os.PathLike[str]) -> Policy:
@@ -126,7 +166,14 @@ def load(run_dir: str | os.PathLike[str]) -> Policy:
             _, part, name = key.split("/")
             states.setdefault(part, {})[name] = value
     normaliser.load_state(states)
-    return Policy(model, normaliser, spaces[1], run.box_actions)
+    return Policy(
+        model,
+        normaliser,
+        spaces[1],
+        run.box_actions,
+        observation_space=spaces[0],
+        experiment=experiment,
+    )
 
 
 def _check_keys(model: ActorCritic, weights: dict[str, torch.Tensor]) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from manyhands.errors import ConfigError
 from manyhands.experiment import folder as folders
 from manyhands.experiment.folder import SUMMARY, RunFolder, default_run_dir
 from manyhands.experiment.metrics import Csv, Returns, to_json, write_json
-from manyhands.experiment.progress import Progress, duration
 from manyhands.experiment.report_lines import end_table, start_table
 from manyhands.experiment.timing import Phases, bottleneck, merged
 
@@ -322,90 +318,3 @@ def test_end_table() -> None:
     assert lines[5].split()[:2] == ["everything", "else"]
     assert lines[6].startswith("bottleneck: rollout, 70% of the time")
     assert "no episode has finished" in end_table(SUMMARY)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_in_a_file_is_lines() -> None:
-    stream = io.StringIO()
-    progress = Progress(1000, stream=stream, interval=0)
-    progress.say("start")
-    progress.update(250)
-    progress.update(500, 12.345, "lag 2")
-    progress.close()
-    lines = stream.getvalue().splitlines()
-    assert lines[0] == "start"
-    assert lines[1].startswith(" 25%  250 steps  ")
-    assert "return -" in lines[1]
-    assert "return 12.35" in lines[2] or "return 12.34" in lines[2]
-    assert "lag 2" in lines[2]
-    assert "\x1b" not in stream.getvalue()
-
-
-def test_progress_waits_for_its_interval() -> None:
-    stream = io.StringIO()
-    progress = Progress(1000, stream=stream)
-    for step in range(1000):
-        progress.update(step)
-    assert stream.getvalue() == ""
-
-
-def test_progress_in_a_terminal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "30")
-    stream = Terminal()
-    progress = Progress(1000, stream=stream, interval=0)
-    progress.update(250, 1.0)
-    progress.update(500, 1.0)
-    assert stream.getvalue().count("\n") == 0
-    assert all(len(part) <= 29 for part in stream.getvalue().split("\r\x1b[K"))
-    progress.say("done")
-    assert stream.getvalue().endswith("\ndone\n")
-    progress.close()
-    assert stream.getvalue().endswith("\ndone\n")
-
-
-def test_quiet_is_quiet() -> None:
-    stream = Terminal()
-    progress = Progress(10, quiet=True, stream=stream, interval=0)
-    progress.say("x")
-    progress.update(5)
-    progress.close()
-    assert stream.getvalue() == ""
-
-
-def test_a_closed_pipe_is_no_reason_to_stop() -> None:
-    code = (
-        "import sys, time\n"
-        "from manyhands.experiment.progress import Progress\n"
-        "p = Progress(10, interval=0)\n"
-        "p.say('first')\n"
-        "sys.stdin.read()\n"  # until the reader has gone
-        "for i in range(3): p.update(i); p.say('x')\n"
-        "p.close(); print('alive', file=sys.stderr)"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    assert child.stderr is not None
-    assert child.stdout.readline() == "first\n"
-    child.stdout.close()
-    child.stdin.close()
-    assert child.stderr.read() == "alive\n"
-    child.stderr.close()
-    assert child.wait(timeout=30) == 0
-    closed = io.StringIO()
-    closed.close()
-    Progress(10, stream=closed, interval=0).update(1)
-
-
-def test_durations() -> None:
-    assert [duration(s) for s in (4.6, 65, 3725)] == ["5s", "1m05s", "1h02m"]

@@ -1,26 +1,80 @@
-"""One line that says how far a run is: rewritten in a terminal, a new one at times elsewhere."""
+"""How far a run is, for whoever watches it: a live view in a terminal, lines in a file.
+
+    terminal    a few lines that are redrawn in place (live.py)
+    notebook    one line that is rewritten
+    elsewhere   a new line every ten seconds
+
+A reader that goes away is no reason to stop the training.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
+import threading
 import time
-from typing import TextIO
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TextIO
 
 from manyhands.experiment.report_lines import number
+from manyhands.experiment.timing import Phases
 
-_TERMINAL_SECONDS, _FILE_SECONDS = 0.2, 10.0
+_LIVE_SECONDS, _NOTEBOOK_SECONDS, _FILE_SECONDS = 0.2, 0.5, 10.0
+_FIRST_LINE_SECONDS = 2.0  # a file gets its first line early: a sign of life
+_SPEED_SECONDS = 10.0  # the speed shown is that of the last so many seconds
+_MOST_SECONDS = 5.0  # a view that is slow to draw is drawn less often, but at least this often
+_DRAWING_SHARE = 100  # drawing may take one part in so many of the time
+
+
+class Facts(NamedTuple):
+    """What a run tells after an update."""
+
+    env_steps: int
+    mean_return: float | None
+    note: str
+    info: Mapping[str, float]
+    phases: Phases | Mapping[str, float]
+    alive: int | None
+    restarts: int
+
+
+@dataclass(frozen=True)
+class State:
+    """The facts, and what follows from them at the moment of drawing."""
+
+    facts: Facts
+    steps: int  # of the whole run
+    seconds: float  # since the start, or since the run was resumed
+    speed: float  # steps a second, of late
+    left: float | None  # seconds to go at that speed; None when it stands still
+    best: float | None  # the highest mean return so far
+    target: float | None
+    workers: int
+
+    @property
+    def share(self) -> float:
+        return min(1.0, self.facts.env_steps / max(1, self.steps))
+
+
+class View(Protocol):
+    def show(self, state: State) -> None: ...
+    def say(self, text: str) -> None: ...
+    def close(self, state: State | None) -> None: ...
 
 
 class Progress:
-    """Progress of a run on standard output. A reader that goes away is no reason to stop.
+    """Shows a run on standard output.
 
     Args:
         steps: environment steps of the whole run.
         quiet: print nothing.
         stream: instead of standard output.
-        interval: seconds between lines; by default 0.2 in a terminal and 10 elsewhere.
+        interval: seconds between two drawings; by default 0.2 in a terminal, 0.5 in a notebook,
+            and 10 elsewhere.
+        target: the mean return that ends the run.
+        workers: how many there are meant to be.
     """
 
     def __init__(
@@ -30,69 +84,241 @@ class Progress:
         quiet: bool = False,
         stream: TextIO | None = None,
         interval: float | None = None,
+        target: float | None = None,
+        workers: int = 1,
     ) -> None:
-        self._steps = steps
-        self._stream = sys.stdout if stream is None else stream
-        self._silent = quiet or self._stream is None
-        self._terminal = not self._silent and _is_terminal(self._stream)
-        usual = _TERMINAL_SECONDS if self._terminal else _FILE_SECONDS
+        self._steps, self._target, self._workers = steps, target, workers
+        self._view, usual = _choose_view(sys.stdout if stream is None else stream, quiet)
         self._interval = usual if interval is None else interval
+        self._facts: Facts | None = None
+        self._best: float | None = None
         self._started = time.perf_counter()
-        self._last = self._started
-        self._line_open = False  # a rewritten line waits for its end
+        self._next = self._started + min(self._interval, _FIRST_LINE_SECONDS)
+        self._seen: deque[tuple[float, int]] = deque()  # (time, steps), for the speed
 
-    def update(self, env_steps: int, mean_return: float | None = None, note: str = "") -> None:
-        """Print a line if it is time for one; cheap when it is not."""
-        now = time.perf_counter()
-        if self._silent or now - self._last < self._interval:
+    def update(
+        self,
+        env_steps: int,
+        mean_return: float | None = None,
+        note: str = "",
+        *,
+        info: Mapping[str, float] | None = None,
+        phases: Phases | Mapping[str, float] | None = None,
+        alive: int | None = None,
+        restarts: int = 0,
+        resumed_steps: int = 0,
+    ) -> None:
+        """Draw if it is time to; a microsecond when it is not.
+
+        Args:
+            env_steps: of all workers, so far.
+            mean_return: of the last episodes; None before the first has ended.
+            note: words to show as they are.
+            info: what the update reported: losses, "lag" where there is any.
+            phases: where the time went.
+            alive: workers that are there now; None where an update needs all of them.
+            restarts: of workers, so far.
+            resumed_steps: what an earlier process did of `env_steps`; no part of the speed.
+        """
+        if self._view is None:
             return
-        self._last = now
-        self._print(self._line(env_steps, mean_return, note, now - self._started))
+        # The phases are asked only when they are drawn: their totals take longer than all this.
+        self._facts = Facts(
+            env_steps, mean_return, note, info or {}, phases or {}, alive, restarts
+        )  # fmt: skip
+        if mean_return is not None and (self._best is None or mean_return > self._best):
+            self._best = mean_return
+        now = time.perf_counter()
+        if not self._seen:
+            self._seen.append((self._started, resumed_steps))
+        if now < self._next:
+            return
+        self._see(now, env_steps)
+        self._view.show(self._state(now))
+        spent = time.perf_counter() - now
+        wait = min(_MOST_SECONDS, max(self._interval, _DRAWING_SHARE * spent))
+        self._next = now + (self._interval if self._interval in (0, _FILE_SECONDS) else wait)
 
     def say(self, text: str) -> None:
         """Lines that stay, such as the tables at the start and the end."""
-        if not self._silent:
-            self._write(self._fresh() + text + "\n")
+        if self._view is not None:
+            self._view.say(text)
 
     def close(self) -> None:
-        """End the rewritten line."""
-        if not self._silent:
-            self._write(self._fresh())
+        """Leave the last state behind, and the terminal as it was."""
+        if self._view is not None:
+            now = time.perf_counter()
+            self._view.close(None if self._facts is None else self._state(now))
 
-    def _line(self, env_steps: int, mean: float | None, note: str, seconds: float) -> str:
-        speed = env_steps / seconds if seconds > 0 else 0.0
-        left = max(0, self._steps - env_steps) / speed if speed > 0 else 0.0
-        parts = [
-            f"{env_steps / max(1, self._steps):4.0%}",
-            f"{number(env_steps)} steps",
-            f"{number(speed)} steps/s",
-            "return -" if mean is None else f"return {mean:.2f}",
-            *([note] if note else []),
-            f"{duration(left)} left",
-        ]
-        return "  ".join(parts)
+    def _see(self, now: float, env_steps: int) -> None:
+        """Remember this moment, forget those too long ago to tell the speed of late."""
+        self._seen.append((now, env_steps))
+        reach = max(_SPEED_SECONDS, 3 * self._interval)
+        # The start is forgotten as soon as it can be: making environments is no steps.
+        while len(self._seen) > 2 and (
+            self._seen[0][0] == self._started or now - self._seen[0][0] > reach
+        ):
+            self._seen.popleft()
 
-    def _print(self, line: str) -> None:
-        if not self._terminal:
-            self._write(line + "\n")
+    def _state(self, now: float) -> State:
+        assert self._facts is not None
+        then, steps = self._seen[0]
+        done = self._facts.env_steps - steps
+        speed = max(0.0, done / (now - then)) if now > then else 0.0
+        left = max(0, self._steps - self._facts.env_steps)
+        return State(
+            facts=self._facts,
+            steps=self._steps,
+            seconds=now - self._started,
+            speed=speed,
+            left=left / speed if speed > 0 else None,
+            best=self._best,
+            target=self._target,
+            workers=self._workers,
+        )
+
+
+class Outlet:
+    """A stream that may go away: from then on what is written goes nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.gone = False
+
+    def write(self, text: str) -> None:
+        if self.gone or not text:
             return
-        # A line longer than the terminal would wrap, and could not be rewritten.
-        width = shutil.get_terminal_size().columns - 1
-        self._write(f"\r\x1b[K{line[:width]}")
-        self._line_open = True
+        try:
+            try:
+                self.stream.write(text)
+            except UnicodeEncodeError as error:  # better a question mark than no view at all
+                self.stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
+            self.stream.flush()
+        except (OSError, ValueError):  # the pipe is closed, or the stream is
+            self.gone = True
+            _forget(self.stream)
 
-    def _fresh(self) -> str:
-        """What brings the cursor to the start of a line of its own."""
-        was_open, self._line_open = self._line_open, False
+
+class Relay:
+    """Stands for sys.stdout or sys.stderr during a run: hands on what is printed, line by line.
+
+    WHY: a `print` of the user's own must not end the run either when its reader has gone; and
+    print() writes a line and its end separately, so another process could get in between.
+    """
+
+    def __init__(
+        self,
+        outlet: Outlet,
+        ready: Callable[[str], None] = lambda text: None,
+        lock: threading.RLock | None = None,
+    ) -> None:
+        self._outlet, self._ready = outlet, ready
+        self._lock = threading.RLock() if lock is None else lock
+        self._held = ""
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            self._held += text
+            if text.endswith("\n"):
+                self.flush()
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with self._lock:
+            held, self._held = self._held, ""
+            if held:
+                self._ready(held)
+                self._outlet.write(held)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._outlet.stream, name)
+
+
+class Standing:
+    """Puts relays in the place of standard streams, and takes them away again."""
+
+    def __init__(self) -> None:
+        self._instead: list[tuple[str, TextIO, Relay]] = []
+
+    def put(self, name: str, relay: Relay) -> None:
+        self._instead.append((name, getattr(sys, name), relay))
+        setattr(sys, name, relay)
+
+    def remove(self) -> None:
+        for name, stream, relay in self._instead:
+            relay.flush()
+            if getattr(sys, name) is relay:  # else somebody has put his own there since
+                setattr(sys, name, stream)
+        self._instead = []
+
+
+class Lines:
+    """One line after the other."""
+
+    def __init__(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+        self._standing = Standing()
+        if outlet.stream is sys.stdout:
+            self._standing.put("stdout", Relay(outlet))
+            if sys.stderr is not None:
+                self._standing.put("stderr", Relay(Outlet(sys.stderr)))
+
+    def show(self, state: State) -> None:
+        self._outlet.write(one_line(state) + "\n")
+
+    def say(self, text: str) -> None:
+        self._outlet.write(text + "\n")
+
+    def close(self, state: State | None) -> None:
+        self._standing.remove()
+
+
+class Rewritten:
+    """One line, written over: what a notebook can show."""
+
+    def __init__(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+        self._length = 0  # of the line that waits for its end
+
+    def show(self, state: State) -> None:
+        line = one_line(state)
+        # Blanks, because not every notebook knows the code that clears the rest of a line.
+        self._outlet.write("\r" + line.ljust(self._length))
+        self._length = len(line)
+
+    def say(self, text: str) -> None:
+        self._outlet.write(self._end() + text + "\n")
+
+    def close(self, state: State | None) -> None:
+        if state is not None:
+            self.show(state)
+        self._outlet.write(self._end())
+
+    def _end(self) -> str:
+        was_open, self._length = self._length > 0, 0
         return "\n" if was_open else ""
 
-    def _write(self, text: str) -> None:
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except (OSError, ValueError):  # the pipe is closed, or the stream is
-            self._silent = True
-            _forget(self._stream)
+
+def one_line(state: State) -> str:
+    """63%  126,976 steps  6,332 steps/s  return 465.94  12s left"""
+    facts = state.facts
+    mean = facts.mean_return
+    lag = facts.info.get("lag")
+    parts = [
+        f"{state.share:4.0%}",
+        f"{number(facts.env_steps)} steps",
+        f"{number(state.speed)} steps/s",
+        "return -" if mean is None else f"return {mean:.2f}",
+        *([f"lag {lag:.3g}"] if lag is not None else []),
+        *([f"{facts.restarts} restarted"] if facts.restarts else []),
+        *([facts.note] if facts.note else []),
+        "? left" if state.left is None else f"{duration(state.left)} left",
+    ]
+    return "  ".join(parts)
 
 
 def duration(seconds: float) -> str:
@@ -103,9 +329,46 @@ def duration(seconds: float) -> str:
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
-def _is_terminal(stream: TextIO) -> bool:
+def _choose_view(stream: TextIO | None, quiet: bool) -> tuple[View | None, float]:
+    """What suits the stream, and the seconds between two drawings."""
+    if quiet or stream is None:
+        return None, _FILE_SECONDS
+    outlet = Outlet(stream)
+    # A kernel gives the commands of its cells (`!manyhands train`) a terminal that cannot move
+    # the cursor up.
+    if in_notebook(stream) or (_is_terminal(stream) and "JPY_PARENT_PID" in os.environ):
+        return Rewritten(outlet), _NOTEBOOK_SECONDS
+    if can_draw(stream):
+        from manyhands.experiment.live import Live
+
+        return Live(outlet), _LIVE_SECONDS
+    return Lines(outlet), _FILE_SECONDS
+
+
+def can_draw(stream: TextIO | None) -> bool:
+    """Whether this is a terminal that moves its cursor as it is told, and nobody minds."""
+    able = os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+    return able and not os.environ.get("NO_COLOR") and _is_terminal(stream)
+
+
+def clear_below(stream: TextIO | None) -> None:
+    """Remove what the view of a killed process has left below the cursor."""
+    if stream is not None and can_draw(stream):
+        Outlet(stream).write("\x1b[J")
+
+
+def in_notebook(stream: object) -> bool:
+    """Whether what is written here appears under a notebook's cell.
+
+    The launcher tells its main worker by MANYHANDS_NOTEBOOK: that is a process of its own.
+    """
+    kernel = type(stream).__module__.partition(".")[0] == "ipykernel"
+    return kernel or os.environ.get("MANYHANDS_NOTEBOOK") == "1"
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
     try:
-        return stream.isatty()
+        return stream is not None and stream.isatty()
     except (OSError, ValueError):
         return False
 
