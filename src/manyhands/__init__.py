@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from manyhands.parallel import Parallel
     from manyhands.policy import load
-    from manyhands.run import train
+    from manyhands.run import resume, train
 
 __version__ = "0.1.0"
 
@@ -31,6 +31,7 @@ _WHERE = {
     "Parallel": "manyhands.parallel",
     "launch": "manyhands.engines.launch",
     "train": "manyhands.run",
+    "resume": "manyhands.run",
     "load": "manyhands.policy",
     "ManyhandsError": "manyhands.errors",
     "ConfigError": "manyhands.errors",
@@ -48,6 +49,7 @@ __all__ = [
     "__version__",
     "launch",
     "load",
+    "resume",
     "train",
 ]
 

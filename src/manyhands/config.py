@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
-from manyhands import support
+from manyhands import roles, support
 from manyhands.errors import ConfigError, SupportError
 from manyhands.experiment.toml_text import to_toml
 from manyhands.experiment.values import coerce
@@ -33,12 +33,12 @@ class RunConfig:
     env: str
     """Gymnasium id, such as CartPole-v1, or package.module:function that makes an environment."""
     strategy: str = ""
-    """Who acts and who learns: single, gather or allreduce (empty: single for one worker, else
-    allreduce)."""
+    """Who acts and who learns: single, gather, allreduce, gradient_server or actor_learner (empty:
+    single for one worker, else actor_learner for impala and allreduce for the others)."""
     engine: str = "local"
     """How workers run and talk: inline, local, mpi, ray or torch."""
     workers: int = 1
-    """Number of workers."""
+    """Number of workers, those that only learn or serve included."""
     steps: int = 100_000
     """Environment steps of all workers together."""
     seed: int = 1
@@ -59,6 +59,24 @@ class RunConfig:
     overlap: bool = False
     """With strategy=gather: the main worker only learns, while the others collect the next batch
     with weights that are exactly one update old."""
+    learners: int = 1
+    """With strategy=actor_learner: how many of the workers learn; the others act."""
+    unrolls: int = 0
+    """With strategy=actor_learner: unrolls of one update, of all learners together; with
+    collect=episodes each is a whole episode (0: one for each actor)."""
+    pushes: int = 1
+    """With strategy=gradient_server: gradients that one step of the optimiser takes."""
+    reduce: Literal["mean", "sum"] = "mean"
+    """With strategy=gradient_server: what becomes of them."""
+    reducers: int = 0
+    """With strategy=gradient_server: workers that add gradients up on their way to the server; of
+    use with very many workers."""
+    max_lag: int = 20
+    """With gradient_server and actor_learner: what was made by a policy more than so many updates
+    old is refused, and counted."""
+    queue: int = 2
+    """With gradient_server and actor_learner: unrolls or gradients that each worker may have
+    waiting before it must wait itself."""
     env_backend: str = "auto"
     """What steps the environments: auto, gymnasium, vector, envpool or atari."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -93,14 +111,31 @@ class RunConfig:
     """With engine=ray: join the cluster at this address instead of starting one."""
 
     @property
+    def actors(self) -> int:
+        """Workers that step environments: all, but for those that only learn or serve."""
+        if self.overlap:
+            return self.workers - 1
+        return roles.of_run(self.strategy, self.workers, self.learners, self.reducers).actors
+
+    @property
     def envs_per_worker(self) -> int:
-        return self.num_envs // self.workers
+        return self.num_envs // max(1, self.actors)
+
+    @property
+    def unrolls_per_update(self) -> int:
+        """With strategy=actor_learner: of all learners together."""
+        return self.unrolls or self.actors
 
     @property
     def batch(self) -> int:
         """Steps of one update, of all workers together (at least so many, for whole episodes)."""
         if self.collect == "episodes":
             return self.batch_steps
+        each = self.envs_per_worker * self.rollout_length
+        if self.strategy == "gradient_server":
+            return self.pushes * each
+        if self.strategy == "actor_learner":
+            return self.unrolls_per_update * each
         return self.num_envs * self.rollout_length
 
 
@@ -110,6 +145,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
             "checkpoint_seconds", "tensorboard", "wandb", "quiet"),
     "worker": ("workers", "strategy", "engine", "device", "timeout", "address"),
     "batch": ("num_envs", "rollout_length", "collect", "batch_steps", "overlap"),
+    "asynchronous": ("learners", "unrolls", "pushes", "reduce", "reducers", "max_lag", "queue"),
     "environment": (
         "env_backend", "env_kwargs", "normalize_observations", "normalize_rewards", "box_actions",
     ),
@@ -128,7 +164,13 @@ class Experiment:
     @property
     def strategy(self) -> str:
         """The strategy by name, also where the user left it to us."""
-        return self.run.strategy or ("single" if self.run.workers == 1 else "allreduce")
+        return self.run.strategy or default_strategy(self.algorithm, self.run.workers)
+
+
+def default_strategy(algorithm: str, workers: int) -> str:
+    if workers == 1:
+        return "single"
+    return "actor_learner" if algorithm == "impala" else "allreduce"
 
 
 def options_class(algorithm: str) -> type[Any]:
@@ -290,4 +332,6 @@ def _assemble(
     run = RunConfig(**parts[0])
     if run.rollout_length == 0:
         run = dataclasses.replace(run, rollout_length=getattr(options, "ROLLOUT_LENGTH", 256))
+    if algorithm == "impala" and not run.strategy:  # who acts decides what a batch is
+        run = dataclasses.replace(run, strategy=default_strategy(algorithm, run.workers))
     return Experiment(algorithm, run, options(**parts[1]))

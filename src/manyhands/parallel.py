@@ -17,19 +17,24 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from manyhands import seeding
+from manyhands import model_parts, roles, seeding
 from manyhands.engines.attach import attach
 from manyhands.engines.base import Channel, Service, WeightStore
 from manyhands.engines.group import Group
+from manyhands.engines.role_groups import group_among
 from manyhands.errors import ConfigError, SupportError
-from manyhands.trees import Tree, is_tensor
+from manyhands.trees import Tree
 
 if TYPE_CHECKING:
     import torch
     from gymnasium.vector import VectorEnv
+
+    from manyhands.blocks.gradients import GradientServer
+    from manyhands.blocks.values import SharedValues
+    from manyhands.blocks.weights import WeightServer
 
 
 class Parallel:
@@ -57,6 +62,8 @@ class Parallel:
         place = self.worker.place
         self.rank, self.size, self.engine = place.rank, place.size, place.engine
         self.role, self.role_rank, self.role_size = place.role, place.role_rank, place.role_size
+        self.roles = _roles_of(self.worker, self.size)
+        self._groups: dict[str, Group] = {}
         self.is_main = self.rank == 0
         self.root_seed: int | None = None
         self.seconds: dict[str, float] = {}  # wall time of each `timer` section
@@ -83,6 +90,18 @@ class Parallel:
         """Seed python, numpy and torch; each worker gets a stream of its own."""
         self.root_seed = seed
         seeding.seed_everything(seed, self.role, self.rank)
+
+    def group_of(self, role: str) -> Group:
+        """Collectives among the workers of one role; only they call it, each as often."""
+        ranks = self.roles.ranks(role)
+        if self.rank not in ranks:
+            raise ConfigError(
+                f"group_of({role!r}): {self.worker.place.name} is not one of them; there are "
+                f"{self.roles.text}"
+            )
+        if role not in self._groups:
+            self._groups[role] = group_among(self.group, ranks, f"role {role}")
+        return self._groups[role]
 
     def make_vec(self, env_id: Any, num_envs: int, **kwargs: Any) -> VectorEnv:
         """Gymnasium vector env with `num_envs` on this worker; no two workers share a seed."""
@@ -157,22 +176,26 @@ class Parallel:
                     "for arrays there is par.broadcast"
                 )
 
-    def average_gradients(self, model: Any, weight: float | None = None) -> None:
+    def average_gradients(
+        self, model: Any, weight: float | None = None, *, group: Group | None = None
+    ) -> None:
         """Replace every gradient by its mean over workers: call between backward and step.
 
         Args:
             model: nn.Module, or an iterable of parameters.
             weight: This worker's weight in the mean, such as the rows of its minibatch. By default
                 all weigh the same.
+            group: Those that take part, such as `group_of("learner")`; by default all workers.
         """
-        if self.size == 1:
+        group = group or self.group
+        if group.size == 1:
             return
         import torch
 
-        parameters = _parameters(model)
-        if self.group.debug:
-            self.check_synced(model)
-        for same in _by_kind(parameters):
+        parameters = model_parts.parameters(model)
+        if group.debug:
+            model_parts.check_synced(group, model)
+        for same in model_parts.by_kind(parameters):
             had = [p.grad is not None for p in same]
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
             # The flags tell, for a parameter unused here, whether anybody has a gradient for it.
@@ -180,7 +203,7 @@ class Parallel:
             flat = torch.cat([g.detach().reshape(-1) for g in grads] + [flags])
             if weight is not None:
                 flat *= weight
-            self.group.mean_tensor_(flat)
+            group.mean_tensor_(flat)
             if weight is not None:
                 flat /= flat[-1].clone()
             at = 0
@@ -198,18 +221,14 @@ class Parallel:
         import torch
 
         with torch.no_grad():
-            for same in _by_kind(_parameters(model)):
+            for same in model_parts.by_kind(model_parts.parameters(model)):
                 flat = torch.cat([p.detach().reshape(-1) for p in same])
                 self.group.mean_tensor_(flat)
-                _pour(flat, same)
+                model_parts.pour(flat, same)
 
     def check_synced(self, model: Any) -> None:
         """CollectiveError naming who differs in what, unless all replicas are equal to the bit."""
-        if hasattr(model, "state_dict"):
-            tree = {k: v for k, v in model.state_dict().items() if is_tensor(v)}
-        else:
-            tree = {str(i): p for i, p in enumerate(_parameters(model))}
-        self.group.check_equal("check_synced", tree)
+        model_parts.check_synced(self.group, model)
 
     def data_parallel(self, model: Any) -> Any:
         """The model in torch's DistributedDataParallel (torch and ray engines).
@@ -244,6 +263,28 @@ class Parallel:
     def service(self, name: str, timeout: float | None = None) -> Service:
         """A handle on what another worker serves under that name."""
         return self.worker.service(name, timeout)
+
+    def weight_server(self, name: str, model: Any, **options: Any) -> WeightServer:
+        """Numbered versions of a model's weights, pushed by some and pulled by all: every worker
+        makes one with its own model. Options: owner, history, sync."""
+        from manyhands.blocks.weights import WeightServer
+
+        return WeightServer(self, name, model, **options)
+
+    def gradient_server(
+        self, name: str, model: Any, optimizer: Callable[[Any], Any], **options: Any
+    ) -> GradientServer:
+        """One optimiser for all, to which workers push gradients: every worker makes one with its
+        own copy of the model. Options: scheduler, pushes, reduce, max_lag, owner, relays, sync."""
+        from manyhands.blocks.gradients import GradientServer
+
+        return GradientServer(self, name, model, optimizer, **options)
+
+    def values(self, name: str = "values", *, owner: int = 0) -> SharedValues:
+        """A small table that all workers read and write."""
+        from manyhands.blocks.values import SharedValues
+
+        return SharedValues(self, name, owner=owner)
 
     # -- a run as a person sees it -------------------------------------------------------------
 
@@ -322,27 +363,10 @@ class Parallel:
         optimiser.load_state_dict({**state, "state": dict(state["state"])})
 
 
-def _parameters(model: Any) -> list[Any]:
-    found = list(model.parameters() if hasattr(model, "parameters") else model)
-    found = [p for p in found if p.requires_grad]
-    if not found:
-        raise ConfigError("there is no parameter that requires a gradient")
-    return found
-
-
-def _by_kind(parameters: list[Any]) -> list[list[Any]]:
-    """Parameters of one dtype and device together: one message for each such set."""
-    kinds: dict[tuple[Any, Any], list[Any]] = {}
-    for p in parameters:
-        kinds.setdefault((p.dtype, p.device), []).append(p)
-    return list(kinds.values())
-
-
-def _pour(flat: Any, tensors: list[Any]) -> None:
-    at = 0
-    for t in tensors:
-        t.copy_(flat[at : at + t.numel()].view_as(t))
-        at += t.numel()
+def _roles_of(worker: Any, size: int) -> roles.Roles:
+    world = getattr(worker, "world", None)  # the inline engine's workers share one process
+    given: roles.Roles = roles.from_environment(size) if world is None else world.roles
+    return given
 
 
 def _cap_threads(local_size: int) -> None:

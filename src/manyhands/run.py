@@ -1,20 +1,33 @@
-"""`train`: from a configuration to a run folder. The only place where all parts meet."""
+"""`train` and `resume`: from a configuration to a run folder. Here all parts meet."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manyhands.config import Experiment, build, from_plain, to_plain
-from manyhands.engines import calls, inline
+from manyhands import wire
+from manyhands.config import Experiment, build, from_plain, load_toml, to_plain
+from manyhands.engines import calls, inline, stopping
 from manyhands.engines.launch import Job
 from manyhands.engines.launch import run as run_job
-from manyhands.errors import ConfigError
-from manyhands.experiment.folder import default_run_dir
+from manyhands.errors import ConfigError, Stopped, WorkerError
+from manyhands.experiment import checkpoint
+from manyhands.experiment.folder import RunFolder, default_run_dir
+from manyhands.experiment.lock import RunLock
 from manyhands.validate import check
+
+# What may be another in a resumed run: nothing here changes what a stored state means.
+RESUME_OPTIONS = (
+    "steps", "target_return", "engine", "timeout", "address", "log_every", "checkpoint_seconds",
+    "tensorboard", "wandb", "quiet",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -23,6 +36,7 @@ class Result:
 
     run_dir: Path
     summary: dict[str, Any]
+    worked: bool = True  # False: the run had ended before, and there was nothing left to do
 
     @property
     def solved(self) -> bool:
@@ -35,6 +49,14 @@ class Result:
         return mean
 
 
+class Paused(Stopped):
+    """A signal ended the run, and `resume(run_dir)` goes on with it."""
+
+    def __init__(self, number: int, run_dir: str, env_steps: int) -> None:
+        super().__init__(number)
+        self.run_dir, self.env_steps = run_dir, env_steps
+
+
 def train(algorithm: str, **options: Any) -> Result:
     """Train a policy; `options` are the names that `manyhands train ALGORITHM --help` lists.
 
@@ -42,39 +64,67 @@ def train(algorithm: str, **options: Any) -> Result:
 
     Raises ConfigError with all faults of the configuration at once, before anything starts.
     """
-    if calls.importing_main:
-        raise ConfigError(
-            "train() was reached while a worker imported your script. Put the call under a main "
-            'guard: if __name__ == "__main__":'
-        )
+    _not_in_a_worker("train")
     experiment = build(algorithm, **options)
     check(experiment)
     return train_experiment(experiment)
 
 
+def resume(run_dir: str | os.PathLike[str], **options: Any) -> Result:
+    """Go on with a run that was stopped, exactly where its newest checkpoint stands.
+
+        result = resume("runs/CartPole-v1/ppo-allreduce/1-...", steps=500_000)
+
+    A run that has finished is left as it is, unless more `steps` are asked for. Raises ConfigError
+    when another process is in the folder, and when no checkpoint can be used.
+    """
+    _not_in_a_worker("resume")
+    folder = os.path.abspath(run_dir)
+    if not os.path.isfile(os.path.join(folder, "config.toml")):
+        raise ConfigError(f"{folder} holds no config.toml: it is not the folder of a run")
+    experiment = _changed(load_toml(os.path.join(folder, "config.toml")), options)
+    check(experiment)
+    with RunLock(folder):
+        summary = finished(folder, experiment)
+        if summary is not None:
+            return Result(Path(folder), summary, worked=False)
+        swept = checkpoint.sweep(folder)
+        found, damaged = checkpoint.newest(folder, tensors=False)
+        notes = [f"{swept} half-written checkpoints removed"] if swept else []
+        for path, reason in damaged:
+            aside = checkpoint.set_aside(path)
+            notes.append(f"a checkpoint is damaged and was set aside as {aside.name}: {reason}")
+        if damaged:
+            notes.append(f"going back to the checkpoint at step {found.facts['env_steps']:,}")
+        plain = to_plain(replace(experiment, run=replace(experiment.run, run_dir=folder)))
+        return _run(plain, {"checkpoint": str(found.path), "notes": notes})
+
+
+def finished(run_dir: str, experiment: Experiment) -> dict[str, Any] | None:
+    """The summary of a run that is complete as it is; None when there is more to do."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        with open(os.path.join(run_dir, "summary.json"), encoding="utf-8") as file:
+            summary: dict[str, Any] = json.load(file)
+        run, mean = experiment.run, summary["mean_return"]
+        solved = (
+            summary["exit"] == "solved" and run.target_return is not None
+            and mean is not None and mean >= run.target_return
+        )  # fmt: skip
+        if solved or (summary["exit"] == "finished" and summary["env_steps"] >= run.steps):
+            return summary
+    return None
+
+
 def train_experiment(experiment: Experiment) -> Result:
     """Run a checked configuration on its engine."""
-    run = experiment.run
-    run_dir = os.path.abspath(run.run_dir or default_run_dir(experiment))
-    run = replace(run, run_dir=run_dir)
-    plain = to_plain(replace(experiment, run=run))
-    if run.engine == "inline":
-        summaries = inline.run(lambda: train_worker(plain), run.workers, run.timeout)
-    else:
-        job = Job(
-            workers=run.workers,
-            engine=run.engine,
-            call=calls.pack(train_worker, (plain,), {}),
-            timeout=run.timeout,
-            address=run.address,
-            results=True,
-        )
-        summaries = run_job(job)
-    return Result(Path(run_dir), summaries[0])
+    run_dir = os.path.abspath(experiment.run.run_dir or default_run_dir(experiment))
+    plain = to_plain(replace(experiment, run=replace(experiment.run, run_dir=run_dir)))
+    with RunLock(run_dir):
+        return _run(plain, None)
 
 
-def train_worker(plain: dict[str, Any]) -> dict[str, Any]:
-    """One worker's life in a run."""
+def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One worker's life in a run; `resumed` names the checkpoint to go on from."""
     import torch
 
     from manyhands.engines.attach import attach
@@ -84,19 +134,132 @@ def train_worker(plain: dict[str, Any]) -> dict[str, Any]:
     began = time.perf_counter()
     experiment = from_plain(plain)
     worker = attach()
-    main = worker.place.rank == 0
-    records = Records(experiment, main=main, threads=torch.get_num_threads())
+    state = None if resumed is None else _shared_state(worker.group, resumed["checkpoint"])
+    records = Records(
+        experiment,
+        main=worker.place.rank == 0,
+        threads=torch.get_num_threads(),
+        resumed=state and state["records"],
+        notes=resumed["notes"] if resumed else (),
+    )
     team: Team | None = None
     try:
         team = Team(experiment, worker, records)
+        if state is not None:
+            team.restore(state)
         team.phases.add("starting", time.perf_counter() - began)
+        if state is None:
+            team.checkpoint()  # of step 0: from here on the run can always be gone on with
         STRATEGIES[experiment.strategy](team)
         records.keep(team.algorithm.model, team.normaliser, now=True)
         times = worker.group.exchange(team.phases.totals())
-        return records.finish(team.steps, team.updates, team.solved, times)
+        return records.finish(team.steps, team.updates, team.solved, times, team.stopped)
     except BaseException as error:
-        records.fail(team.steps if team else 0, team.updates if team else 0, error)
+        why = stopping.reason() if isinstance(error, SystemExit) else ""
+        records.fail(team.steps if team else 0, team.updates if team else 0, error, why)
         raise
     finally:
         if team is not None:
             team.collector.envs.close()
+
+
+def _run(plain: dict[str, Any], resumed: dict[str, Any] | None) -> Result:
+    """Start the workers and wait for them. Paused when a signal has ended the run."""
+    run, run_dir = from_plain(plain).run, str(plain["run"]["run_dir"])
+    try:
+        if run.engine == "inline":
+            summaries = _run_inline(plain, resumed)
+        else:
+            job = Job(
+                workers=run.workers,
+                engine=run.engine,
+                call=calls.pack(train_worker, (plain, resumed), {}),
+                timeout=run.timeout,
+                address=run.address,
+                results=True,
+                graceful=True,
+            )
+            summaries = run_job(job)
+    except WorkerError as error:
+        _record_end(plain, f"failed: {error}")
+        raise
+    except Stopped as stopped:
+        _record_end(plain, f"stopped: {signal.Signals(stopped.number).name}")
+        raise _paused(run_dir, stopped.number) from None
+    summary = summaries[0]
+    if summary["exit"].startswith("stopped: "):
+        number = signal.Signals[summary["exit"].removeprefix("stopped: ")]
+        raise Paused(number, run_dir, summary["env_steps"])
+    return Result(Path(run_dir), summary)
+
+
+def _run_inline(plain: dict[str, Any], resumed: dict[str, Any] | None) -> list[Any]:
+    run = from_plain(plain).run
+    with stopping.SoftStop() as soft:
+        try:
+            return inline.run(lambda: train_worker(plain, resumed), run.workers, run.timeout)
+        except BaseException:
+            if soft.told:  # whatever it became on its way through the workers
+                raise Stopped(soft.asked) from None
+            raise
+
+
+def _shared_state(group: Any, path: str) -> dict[str, Any]:
+    """The state of a checkpoint on all workers; only the main worker need see the disk."""
+    import numpy as np
+
+    data = np.zeros(0, np.uint8)
+    if group.rank == 0:
+        try:
+            data = np.frombuffer(wire.encode(checkpoint.load(path).state), np.uint8)
+        except checkpoint.Damaged as fault:  # it was whole a moment ago
+            raise WorkerError(str(fault), rank=0) from None
+    state: dict[str, Any] = wire.decode(group.all_gather({"state": data})["state"])
+    return state
+
+
+def _changed(experiment: Experiment, options: dict[str, Any]) -> Experiment:
+    wrong = [name for name in options if name not in RESUME_OPTIONS]
+    if wrong:
+        raise ConfigError(
+            f"{', '.join(wrong)} cannot be another in a resumed run; what can be: "
+            f"{', '.join(RESUME_OPTIONS)}. For a new run with it, type: manyhands train --config "
+            "DIR/config.toml"
+        )
+    plain = to_plain(experiment)
+    return from_plain({**plain, "run": {**plain["run"], **options}})
+
+
+def _paused(run_dir: str, number: int) -> Stopped:
+    """With the step from which the run can be gone on with, if there is one."""
+    with suppress(ConfigError):
+        found, _ = checkpoint.newest(run_dir, tensors=False)
+        return Paused(number, run_dir, found.facts["env_steps"])
+    return Stopped(number)
+
+
+def _record_end(plain: dict[str, Any], ended: str) -> None:
+    """summary.json, where the main worker could not write it: it was killed, or never began."""
+    folder = Path(plain["run"]["run_dir"])
+    if (folder / "summary.json").exists() or not (folder / "config.toml").exists():
+        return
+    last: dict[str, Any] = {}
+    with suppress(OSError, ValueError, IndexError):
+        last = json.loads((folder / "metrics.jsonl").read_bytes().splitlines()[-1])
+    names = {"env_steps": "env_steps", "episodes": "episodes", "update": "updates",
+             "wall_seconds": "wall_seconds", "mean_return": "mean_return"}  # fmt: skip
+    facts = {names[name]: value for name, value in last.items() if name in names}
+    lines = ended.strip().splitlines()
+    ended = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+    try:
+        RunFolder.told(folder, from_plain(plain)).summary(facts | {"exit": ended[:500]})
+    except OSError as error:
+        print(f"manyhands: summary.json could not be written: {error}", file=sys.stderr)
+
+
+def _not_in_a_worker(name: str) -> None:
+    if calls.importing_main:
+        raise ConfigError(
+            f"{name}() was reached while a worker imported your script. Put the call under a main "
+            'guard: if __name__ == "__main__":'
+        )

@@ -81,6 +81,11 @@ def _names_faults(experiment: Experiment) -> Iterator[str]:
             f"strategy single has one worker and {run.workers} were asked for; type: --workers 1, "
             "or --strategy allreduce"
         )
+    if run.overlap and (strategy != "gather" or run.workers < 2):
+        yield (
+            f"overlap needs one worker that learns and others that act, with strategy gather; it "
+            f"has {run.workers} and {strategy}; type: --strategy gather --workers 2, or more"
+        )
     if run.address and run.engine != "ray":
         yield f"address={run.address!r} is Ray's, and the engine is {run.engine}; add --engine ray"
 
@@ -159,7 +164,9 @@ def _batch_faults(experiment: Experiment) -> Iterator[str]:
     run = experiment.run
     if min(run.workers, run.num_envs, run.rollout_length, run.steps) < 1 or run.batch < 1:
         return  # said above, and there is no arithmetic to do
-    if run.num_envs % run.workers:
+    if run.actors < 1:
+        return  # said above: nobody would act
+    if run.num_envs % run.actors:
         yield _sharing_fault(run)
     if run.collect == "steps":
         formula = f"{run.num_envs} envs × {run.rollout_length} steps = {run.batch}"
@@ -176,15 +183,17 @@ def _batch_faults(experiment: Experiment) -> Iterator[str]:
 
 
 def _sharing_fault(run: RunConfig) -> str:
-    envs, workers = run.num_envs, run.workers
+    envs, workers = run.num_envs, run.actors
+    more = run.workers - workers  # a main worker that only learns comes on top
+    who = f"{workers} acting workers" if more else f"{workers} workers"
     if envs < workers:
         return (
-            f"{workers} workers share {envs} environments, and each needs one at least; type: "
-            f"--num-envs {workers}, or --workers {envs}"
+            f"{who} share {envs} environments, and each needs one at least; type: "
+            f"--num-envs {workers}, or --workers {envs + more}"
         )
-    up, fewer = math.ceil(envs / workers) * workers, _largest_divisor(envs, workers)
+    up, fewer = math.ceil(envs / workers) * workers, _largest_divisor(envs, workers) + more
     return (
-        f"{envs} environments do not go evenly into {workers} workers ({envs} = {workers} × "
+        f"{envs} environments do not go evenly into {who} ({envs} = {workers} × "
         f"{envs // workers} + {envs % workers}); type: --num-envs {up}, or --workers {fewer}"
     )
 
@@ -216,6 +225,8 @@ def _package_faults(experiment: Experiment) -> Iterator[str]:
     package = _PACKAGES.get(engine)
     if package is not None and importlib.util.find_spec(package) is None:
         yield f"engine {engine}: {needs(package, engine)}"
+    if experiment.run.wandb and importlib.util.find_spec("wandb") is None:
+        yield f"wandb={experiment.run.wandb}: {needs('wandb', 'wandb')}"
     if experiment.run.device == "cuda":
         import torch  # slow to import: only when it is asked about
 
@@ -311,7 +322,10 @@ def _run_dir_faults(experiment: Experiment) -> Iterator[str]:
 
     path = Path(experiment.run.run_dir or "runs").absolute()
     if experiment.run.run_dir and holds_a_run(path):
-        yield f"run_dir {path} already holds a run; type: --run-dir with another folder"
+        yield (
+            f"run_dir {path} already holds a run; to go on with it, type: manyhands resume {path}; "
+            "for a new one: --run-dir with another folder"
+        )
         return
     there = path
     while not there.exists() and there != there.parent:

@@ -12,7 +12,7 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from safetensors.numpy import load_file
 
-from manyhands import train
+from manyhands import train, wire
 from manyhands.algorithms.a2c import A2C
 from manyhands.algorithms.options import A2CConfig
 from manyhands.data.episodes import EpisodeCollector, EpisodeRollout, Queue
@@ -331,3 +331,33 @@ def test_any_number_of_workers_learns_as_one(algorithm: str, strategy: str, tmp_
     for name, one in weights[0].items():
         for other in weights[1:]:
             np.testing.assert_allclose(other[name], one, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_a_restored_collector_goes_on_as_the_first_would_have() -> None:
+    """Running episodes, surplus episodes and the order of what has ended come back."""
+
+    def made() -> EpisodeCollector:
+        envs = make_vec("CartPole-v1", 4, seed=3)
+        normaliser = Normaliser(envs.observation_space, True, True, 0.99)
+        model = build_actor_critic(envs.observation_space, envs.action_space, hidden=(8,), seed=1)
+        actor = A2C(model, A2CConfig(), seed=1).actor
+        return EpisodeCollector(envs, actor, 300, EnvNoise(3, 0, 4), normaliser)
+
+    first, fresh, second = made(), made(), made()
+    fresh.load_state(wire.decode(bytes(wire.encode(first.state()))))  # before the first batch
+    for _ in range(3):
+        first.collect()
+        first.normaliser.synchronise(None)
+    assert fresh.collect().taken > 0
+    state = [first.state(), first.normaliser.training_state()]
+    collector, normaliser = wire.decode(bytes(wire.encode(state)))
+    assert len(collector["filed"]) > 0  # there was a surplus
+    second.normaliser.load_training_state(normaliser)
+    assert second.load_state(collector) == []
+    for _ in range(3):
+        one, other = first.collect(), second.collect()
+        for name in ("obs", "action", "logp", "value", "reward", "next_value", "versions"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+        assert one.episodes == other.episodes
+        first.normaliser.synchronise(None)
+        second.normaliser.synchronise(None)

@@ -5,7 +5,7 @@
     L = −log π(a|s) A + c_v (V − R)² − c_e H,  averaged over all rows;  one step
 
 Differs from the paper: synchronous, Adam instead of shared RMSProp, advantages optionally
-normalised over the rows of all workers. With `--strategy gradient_server` it will be A3C.
+normalised over the rows of all workers. With `--strategy gradient_server` it is A3C.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from manyhands.algorithms.base import (
     Across,
+    Alone,
     Batch,
     Info,
     PolicyGradient,
@@ -47,6 +48,14 @@ class A2C(PolicyGradient):
         )
         self.version += 1
         return info | {"explained_variance": fit}
+
+    def push(self, batch: Batch) -> list[float]:
+        """The gradient of one worker's own rows, averaged over them, into `flat.grad`: what a
+        gradient server takes. The numbers to report, averaged too."""
+        if self.options.normalize_advantages:
+            batch = {**batch, "advantage": normalised(batch["advantage"], Alone())}
+        rows = max(1, len(batch["target"]))
+        return [value / rows for value in self.gradient(batch, rows)]
 
     def signals(self, logp: Array, entropy: Array, value: Array, rows: Batch) -> Signals:
         o = self.options

@@ -280,7 +280,21 @@ class PolicyGradient(Algorithm):
         return stats
 
 
-def take(batch: Batch, rows: Array) -> Batch:
+def recentred(batch: Batch, actor: Actor, at_once: int = 1024) -> Batch:
+    """The batch with the distribution parameters of the policy as it is now.
+
+    WHY: a trust region, and a KL penalty, lie around the policy that the update starts from. The
+    behaviour's log-probabilities stay: the ratio in the surrogate is then the true one.
+    """
+    unused = np.random.default_rng(0)  # for actions that nobody takes
+    parts = [
+        actor.act(take({"obs": batch["obs"]}, slice(at, at + at_once))["obs"], unused).parameters
+        for at in range(0, len(batch["logp"]), at_once)
+    ]
+    return {**batch, "parameters": np.concatenate(parts)}
+
+
+def take(batch: Batch, rows: Array | slice) -> Batch:
     return {k: take(v, rows) if isinstance(v, dict) else v[rows] for k, v in batch.items()}
 
 

@@ -94,4 +94,41 @@ class TRPOConfig:
     """Epsilon of the value function's Adam."""
 
 
-CONFIGS: dict[str, type[Any]] = {"a2c": A2CConfig, "ppo": PPOConfig, "trpo": TRPOConfig}
+@dataclass(frozen=True)
+class IMPALAConfig:
+    ROLLOUT_LENGTH: ClassVar[int] = 20
+
+    learning_rate: float | str = "linear:2e-3"
+    """Step size; a number, or a schedule over the run such as linear:2e-3 (down to 0)."""
+    gamma: float = 0.99
+    """Discount."""
+    vtrace_lambda: float = 1.0
+    """Lambda of V-trace: below 1, value targets look less far ahead."""
+    rho_bar: float = 1.0
+    """Importance weights of value targets and advantages are cut to this."""
+    c_bar: float = 1.0
+    """Importance weights by which corrections travel back in time are cut to this."""
+    value_weight: float = 0.5
+    """Weight of the value loss."""
+    entropy_weight: float = 0.0
+    """Weight of the entropy bonus; more keeps exploring for longer."""
+    max_grad_norm: float = 0.5
+    """Gradients longer than this are shortened to it."""
+    normalize_advantages: bool = True
+    """Advantages with mean 0 and deviation 1 over the rows of all learners."""
+    adam_epsilon: float = 1e-5
+    """Adam's epsilon."""
+    lstm: int = 0
+    """Units of an LSTM behind the hidden layers, for tasks that need a memory; 0: none."""
+    replay: int = 0
+    """Recent unrolls that each learner keeps to learn from again; 0: each is used once."""
+    replay_share: float = 0.5
+    """With replay: how much of a batch, from 0 to 1, comes from there."""
+
+
+CONFIGS: dict[str, type[Any]] = {
+    "a2c": A2CConfig,
+    "ppo": PPOConfig,
+    "trpo": TRPOConfig,
+    "impala": IMPALAConfig,
+}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 
+from manyhands import roles
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
 from manyhands.engines.launch import Job, run
+from manyhands.errors import ConfigError
 
 EPILOG = """\
 In the script, `par = manyhands.Parallel()` finds its place; nothing else changes between engines:
@@ -19,6 +21,7 @@ In the script, `par = manyhands.Parallel()` finds its place; nothing else change
 
 examples:
   manyhands launch -n 4 train.py --lr 3e-4
+  manyhands launch --roles actor=2,learner=2 train.py
   manyhands launch -n 2 --engine inline --timeout 0 train.py      step through it with pdb
   mpiexec -n 4 python train.py      torchrun --nproc-per-node 4 train.py      (the same script)
 
@@ -38,9 +41,15 @@ def parser() -> argparse.ArgumentParser:
         "-n",
         "--workers",
         type=int,
-        default=os.cpu_count() or 1,
         metavar="N",
-        help="number of workers (default: one for each core, %(default)s here)",
+        help=f"number of workers (default: one for each core, {os.cpu_count() or 1} here)",
+    )
+    p.add_argument(
+        "--roles",
+        default="",
+        metavar="ROLE=N,...",
+        help="who plays which part, ranks in that order, such as actor=2,learner=2 (then without "
+        "-n); the script finds par.role, par.role_rank and par.role_size",
     )
     p.add_argument(
         "--engine",
@@ -85,8 +94,21 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
+    os.environ.pop(roles.VARIABLE, None)  # an outer launch's
+    workers = options.workers
+    if workers is None:
+        workers = os.cpu_count() or 1
+    if options.roles:
+        given = roles.parse(options.roles)
+        if options.workers is not None and options.workers != given.size:
+            raise ConfigError(
+                f"--roles {options.roles} are {given.size} workers, and -n says {options.workers}; "
+                f"leave -n away, or type: -n {given.size}"
+            )
+        workers = given.size
+        os.environ[roles.VARIABLE] = given.text
     job = Job(
-        workers=options.workers,
+        workers=workers,
         engine=options.engine,
         script=options.script,
         args=tuple(options.args),

@@ -13,6 +13,11 @@ from manyhands.errors import ConfigError, ManyhandsError, Stopped, WorkerError
 
 COMMANDS = {
     "train": "train a policy with a ready-made algorithm, on as many workers as you like",
+    "resume": "go on with a run that was stopped, exactly where it stood",
+    "evaluate": "play episodes with a trained policy",
+    "video": "film a trained policy",
+    "plot": "learning curves of one or many runs",
+    "report": "one HTML page about a run: curves, times, pictures, configuration",
     "launch": "run your own script on N workers",
     "doctor": "say what works on this machine, with a two-worker test of each engine",
     "support": "what runs with what: algorithms, strategies, engines",
@@ -33,8 +38,36 @@ first steps:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0 well, 1 a worker failed, 2 wrong use, 130 Ctrl-C, 143 SIGTERM."""
+    """Exit codes: 0 well, 1 a worker failed, 2 wrong use, 130 Ctrl-C, 138 SIGUSR1, 143 SIGTERM."""
     words = sys.argv[1:] if argv is None else argv
+    try:
+        return _answer(words)
+    except ManyhandsError as error:
+        print(f"manyhands: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, WorkerError) else 2
+    except (Stopped, KeyboardInterrupt) as stopped:
+        number = stopped.number if isinstance(stopped, Stopped) else signal.SIGINT
+        print(f"\nmanyhands: stopped by {signal.Signals(number).name}{_how_to_go_on(stopped)}",
+              file=sys.stderr)  # fmt: skip
+        return 128 + number
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`): nothing to say, and nobody to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+
+
+def _how_to_go_on(stopped: BaseException) -> str:
+    """A training can be resumed; anything else has just ended."""
+    run_dir = getattr(stopped, "run_dir", None)
+    if run_dir is None:
+        return "; all workers have ended"
+    shown = os.path.relpath(run_dir)
+    shown = run_dir if shown.startswith("..") else shown
+    step = f"{getattr(stopped, 'env_steps', 0):,}"
+    return f"; the run is saved at step {step}. To go on, type: manyhands resume {shown}"
+
+
+def _answer(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         rows = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
         print(HELP.format(commands=rows))
@@ -42,25 +75,12 @@ def main(argv: list[str] | None = None) -> int:
     if words[0] in ("-V", "--version"):
         print(f"manyhands {__version__}")
         return 0
-    if words[0] == "train":
+    if words[0] in ("train", "resume"):
         # Before numpy is imported: the inline engine learns in this very process, and on small
         # networks a second BLAS thread costs more than it brings.
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ.setdefault(name, "1")
-    try:
-        return _run(words[0], words[1:])
-    except ManyhandsError as error:
-        print(f"manyhands: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, WorkerError) else 2
-    except (Stopped, KeyboardInterrupt) as stopped:
-        number = stopped.number if isinstance(stopped, Stopped) else signal.SIGINT
-        print(f"\nmanyhands: stopped by {signal.Signals(number).name}; all workers have ended",
-              file=sys.stderr)  # fmt: skip
-        return 128 + number
-    except BrokenPipeError:
-        # Whoever read our output has gone (`| head`): nothing to say, and nobody to say it to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 1
+    return _run(words[0], words[1:])
 
 
 def _run(command: str, argv: list[str]) -> int:

@@ -15,6 +15,7 @@ from manyhands.config import (
     Experiment,
     RunConfig,
     build,
+    default_strategy,
     help_of,
     hints_of,
     load_toml,
@@ -35,9 +36,11 @@ algorithms (`manyhands train ALGORITHM --help` shows all options of one):
 {algorithms}
 
 strategies, by --strategy (with one worker: single):
-  allreduce  every worker collects and learns, gradients are averaged (default)
-  gather     every worker collects, the main worker learns
-  single     one worker
+  allreduce        every worker collects and learns, gradients are averaged (default)
+  gather           every worker collects, the main worker learns
+  gradient_server  workers push gradients to a server when they are ready; a2c is A3C then
+  actor_learner    actors send unrolls to one learner or several (default of impala)
+  single           one worker
 
 engines, by --engine: {engines}; `manyhands support` says what goes with what
 
@@ -45,6 +48,8 @@ examples:
   manyhands train ppo --env CartPole-v1                        on all cores
   manyhands train ppo --env CartPole-v1 -n 4 --target-return 475 --learning-rate linear:1e-3
   manyhands train a2c --env Pendulum-v1 --strategy gather --engine ray --normalize-observations
+  manyhands train a2c --env CartPole-v1 -n 4 --strategy gradient_server           A3C
+  manyhands train impala --env CartPole-v1 -n 4 --learners 2                      2 actors
   manyhands train trpo --env mypackage.envs:make_env --env-kwargs size=5 hard=true
   manyhands train --config runs/CartPole-v1/ppo-allreduce/1-20250101-120000/config.toml --seed 2
 """
@@ -53,11 +58,13 @@ _WHAT = {
     "a2c": "advantage actor-critic: one gradient step on each batch",
     "ppo": "proximal policy optimisation: several passes over each batch, the step clipped",
     "trpo": "trust region policy optimisation: the natural gradient, KL bounded",
+    "impala": "actors and learners apart: V-trace corrects for data older than the policy",
 }
 _GROUP_HELP = {
     "run": "What to train, for how long, and where the results go.",
     "worker": "Who works, and how they talk.",
     "batch": "What one update learns from: num_envs × rollout_length steps.",
+    "asynchronous": "For gradient_server and actor_learner, where nobody waits for the slowest.",
     "environment": "How environments are made and seen.",
     "network": "Policy and value function.",
 }
@@ -100,7 +107,11 @@ def parse(argv: list[str]) -> Experiment:
         part = getattr(given, group.name)
         values |= {name: getattr(part, name) for name in names_of(type(part))}
     if values["workers"] is None:
-        values["workers"] = default_workers(values["strategy"], values["num_envs"])
+        strategy = values["strategy"] or default_strategy(algorithm, os.cpu_count() or 1)
+        # Those that only learn or serve come on top.
+        more = {"actor_learner": values["learners"], "gradient_server": 1 + values["reducers"]}
+        acting = default_workers(strategy, values["num_envs"])
+        values["workers"] = acting + more.get(strategy, int(values["overlap"]))
     return build(algorithm, **values)
 
 

@@ -117,6 +117,16 @@ class Queue:
         self.rows -= rows
         return taken
 
+    def state(self) -> dict[str, Any]:
+        """Between two batches, when nothing is left untold."""
+        waiting = [list(ended) for ended in self._waiting]
+        return {"waiting": waiting, "told": self._told, "running": self.running}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._waiting = [Ended(*ended) for ended in state["waiting"]]
+        self._told, self.running = list(state["told"]), int(state["running"])
+        self.rows = sum(ended.length for ended in self._waiting)
+
 
 class EpisodeCollector:
     """Steps the environments of one worker until enough episodes have ended on all of them.
@@ -163,9 +173,9 @@ class EpisodeCollector:
     def collect(self) -> EpisodeRollout:
         """The next whole episodes; on all workers together at least `batch_steps` rows."""
         self._forget_given()
-        self.version += 1
-        if self.version == 0:
+        if self.version < 0:
             self.envs.reset(self._now.obs)
+        self.version += 1
         taken = 0
         episodes: list[Episode] = []
         queue = self._queue
@@ -180,6 +190,44 @@ class EpisodeCollector:
         self._give(sum(e.rank == self._rank for e in queue.take()))
         self._centre()
         return self._rollout(episodes, taken)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, between two batches: episodes that run, and those not given."""
+        if self.version < 0:
+            return {"version": -1, "noise": self.noise.state()}
+        longest = int(self._lengths.max())
+        return {
+            "version": self.version,
+            "noise": self.noise.state(),
+            "envs": self.envs.state(self._now.obs),
+            "clock": self._clock,
+            "lengths": self._lengths.copy(),
+            "lanes": {name: lane[:, :longest].copy() for name, lane in self._lanes.items()},
+            "rows": {n: x[self._given : self._filled].copy() for n, x in self._rows.items()},
+            "filed": [list(episode) for episode in self._filed],
+            "queue": self._queue.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> list[str]:
+        """Go on from a `state()`; in words, what could not be put back."""
+        self.version = int(state["version"])
+        self.noise.load_state(state["noise"])
+        if self.version < 0:
+            return []
+        restored = self.envs.load_state(state["envs"])
+        self._now.obs = restored.obs
+        self._clock = int(state["clock"])
+        self._lengths = np.array(state["lengths"], np.intp)
+        self._lanes = {
+            n: _with_room(x, x.shape[1] + _ROOM, axis=1) for n, x in state["lanes"].items()
+        }
+        self._rows = {n: _with_room(x, len(x) + _ROOM, axis=0) for n, x in state["rows"].items()}
+        self._filed = [(int(env), int(length)) for env, length in state["filed"]]
+        self._filled, self._given = len(state["rows"]["logp"]), 0
+        self._queue.load_state(state["queue"])
+        self._lengths[restored.restarted] = 0  # their half episodes are gone
+        self.normaliser.forget(restored.restarted)
+        return restored.reasons
 
     def _step(self) -> int:
         """One step of every environment; how many of them were transitions."""

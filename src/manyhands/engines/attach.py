@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Mapping
 
+from manyhands import roles
 from manyhands.engines import inline, process
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES, Place, Worker
 from manyhands.errors import ConfigError
@@ -102,15 +103,16 @@ def _place(
     r, n = number(rank, 0), number(size, 1)
     if not 0 <= r < n:
         raise ConfigError(f"{rank}={r} with {size}={n}: ranks go from 0 to {size} - 1")
+    part = roles.from_environment(n, env).of(r)
     return Place(
         engine=engine,
         rank=r,
         size=n,
         local_rank=number(local_rank, r),
         local_size=number(local_size, n),
-        role=env.get("MANYHANDS_ROLE", "worker"),
-        role_rank=number("MANYHANDS_ROLE_RANK", r),
-        role_size=number("MANYHANDS_ROLE_SIZE", n),
+        role=part.role,
+        role_rank=part.rank,
+        role_size=part.size,
     )
 
 

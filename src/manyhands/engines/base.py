@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from manyhands import roles
 from manyhands.errors import CollectiveError, SupportError
 from manyhands.trees import Array, Tree
 
@@ -152,6 +153,10 @@ class Transport(ABC):
         do not overlap.
         """
 
+    def split_off(self, members: Sequence[int], name: str) -> Transport:
+        """As `split`, but only the members call it; the name is that of no other group."""
+        return self.split(members)
+
     def takes(self, tensor: Any) -> bool:
         """Whether `reduce_tensor` can work on this tensor where it is (a GPU, with nccl)."""
         return False
@@ -199,6 +204,12 @@ def add_up(parts: Sequence[Array] | Array, op: str) -> Array:
     for part in parts[2:]:
         _OPS[op](result, part, out=result)
     return result
+
+
+def worker_names(size: int, hosts: Sequence[str]) -> list[str]:
+    """Every worker in words, with the role it plays where the launcher has given out roles."""
+    given = roles.from_environment(size)
+    return [f"{given.name(rank)} on {host}" for rank, host in enumerate(hosts)]
 
 
 _OPS: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
@@ -316,6 +327,9 @@ class Worker(ABC):
     def service(self, name: str, timeout: float | None = None) -> Service:
         """A handle on the object served under that name; waits for it to appear."""
         raise self._not_here("services")
+
+    def breathe(self) -> None:
+        """Where all workers share one process: let the others have their turn."""
 
     @abstractmethod
     def close(self) -> None:

@@ -129,10 +129,13 @@ class C10dTransport(TwoStepTransport):
         ]
 
     def split(self, members: Sequence[int]) -> C10dTransport:
+        self._splits += 1  # parts of one split do not overlap
+        return self.split_off(members, f"part{self._splits}.{self._ranks[members[0]]}")
+
+    def split_off(self, members: Sequence[int], name: str) -> C10dTransport:
         ranks = [self._ranks[m] for m in members]
         rank = list(members).index(self.rank)
-        self._splits += 1
-        name = f"{self._name}/part{self._splits}.{ranks[0]}"  # parts of one split do not overlap
+        name = f"{self._name}/{name}"
         group = None
         if len(ranks) > 1:
             # WHY not dist.new_group: all workers of the run would have to call it, so that a part

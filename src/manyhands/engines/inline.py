@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from manyhands import roles
 from manyhands.engines.base import (
     Channel,
     Place,
@@ -53,16 +54,19 @@ def solo(timeout: float) -> InlineWorker:
     return world.workers[0]
 
 
-def run(program: Callable[[], Any], workers: int, timeout: float) -> list[Any]:
+def run(
+    program: Callable[[], Any], workers: int, timeout: float, given: roles.Roles | None = None
+) -> list[Any]:
     """Run `program` once for each worker; their results by rank. Raises WorkerError."""
-    return World(workers, timeout).run(program)
+    return World(workers, timeout, given).run(program)
 
 
 class World:
     """The baton, and what the workers share."""
 
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(self, size: int, timeout: float, given: roles.Roles | None = None) -> None:
         self.size, self.timeout = size, timeout
+        self.roles = given or roles.from_environment(size)
         self.turn = 0
         self.turns = 0  # hand-overs so far: a watchdog sees whether the baton moves
         self.on_turn: Callable[[int], None] = lambda rank: None
@@ -166,6 +170,16 @@ class World:
         )
         raise CollectiveError(f"{doing}: {on} cannot come any more ({others})")
 
+    def breathe(self, rank: int) -> None:
+        """Let the others have their turn, where a worker of another engine would wait for one."""
+        if self.size == 1:
+            return
+        self._save(rank)
+        self._hand_on(rank)
+        self._gates[rank].acquire()
+        self._restore(rank)
+        self._raise_if_failed(rank)
+
     def _hand_on(self, rank: int) -> None:
         self.turns += 1
         order = [(rank + i) % self.size for i in range(1, self.size + 1)]
@@ -228,7 +242,10 @@ class InlineWorker(Worker):
     def __init__(self, world: World, rank: int) -> None:
         self.world = world
         n = world.size
-        self.place = Place("inline", rank, n, rank, n, role_rank=rank, role_size=n)
+        role, role_rank, role_size = world.roles.of(rank)
+        self.place = Place(
+            "inline", rank, n, rank, n, role=role, role_rank=role_rank, role_size=role_size
+        )
         self.group = Group(InlineTransport(world, rank, range(n)))
 
     @property
@@ -255,6 +272,9 @@ class InlineWorker(Worker):
         self.wait(lambda: name in self.world.services, f"service {name!r}", "its offer", limit)
         return InlineService(self, name)
 
+    def breathe(self) -> None:
+        self.world.breathe(self.place.rank)
+
     def close(self) -> None:
         pass  # a thread that returns has left
 
@@ -277,7 +297,7 @@ class InlineTransport(TwoStepTransport):
     def __init__(self, world: World, world_rank: int, members: Sequence[int]) -> None:
         self._world, self._me, self._members = world, world_rank, tuple(members)
         self.rank, self.size = self._members.index(world_rank), len(self._members)
-        self.roster = Roster([f"worker {m} of {world.size} (inline)" for m in self._members])
+        self.roster = Roster([f"{world.roles.name(m)} (inline)" for m in self._members])
         self._meeting = world.boards.setdefault(self._members, _Meeting())
         self._call = 0
         self._doing = ""

@@ -90,6 +90,7 @@ class InlineService(Service):
 
     def call_async(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
+        self._worker.breathe()  # a call waits for an answer: the others go on meanwhile
         # WHY encode both ways: the same copies, and the same refusals, as between processes.
         given, named = wire.decode(wire.encode([list(args), kwargs]))
         try:

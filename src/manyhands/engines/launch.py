@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands import wire
-from manyhands.engines import calls, inline
+from manyhands.engines import calls, inline, stopping
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
 from manyhands.engines.shared import Board, Segment
 from manyhands.engines.watch import FirstToGo, Supervisor, label, what_ended
@@ -41,6 +41,7 @@ class Job:
     threads: int | None = None
     address: str = ""  # of a running Ray cluster
     results: bool = False
+    graceful: bool = False  # asked to end by a first signal, ended by a second; see stopping.py
 
 
 def launch(
@@ -80,7 +81,7 @@ def run(job: Job) -> list[Any]:
     env = _environment(job, board)
     if results:
         env["MANYHANDS_RESULTS"] = ",".join(s.address for s in results)
-    with Supervisor(board, host) as supervisor:
+    with Supervisor(board, host) as supervisor, stopping.graceful(job.graceful, board):
         _START[job.engine](job, env, supervisor)
         supervisor.wait()
     return [_result(segment) for segment in results]
@@ -151,6 +152,7 @@ def _environment(job: Job, board: Board) -> dict[str, str]:
         MANYHANDS_LOCAL_SIZE=str(job.workers),
         MANYHANDS_TIMEOUT=str(job.timeout),
         MANYHANDS_BOARD=Board.token(board.address),
+        MANYHANDS_GRACEFUL="1" if job.graceful else "0",
         MANYHANDS_DEBUG="1" if job.debug else os.environ.get("MANYHANDS_DEBUG", "0"),
     )
     if job.gpus is not None:
@@ -169,20 +171,27 @@ def _command(job: Job) -> list[str]:
 def _start_processes(
     job: Job, env: dict[str, str], supervisor: Supervisor, pass_fds: tuple[int, ...] = ()
 ) -> None:
-    """One process a worker. The main worker has the terminal; the others' lines are labelled."""
-    others = []
+    """One process a worker. The main worker has the terminal; the others' lines are labelled.
+
+    A notebook shows what its kernel writes, and no more: there the main worker's output goes
+    through us too, as it is.
+    """
+    shown = []
+    notebook = type(sys.stdout).__module__.startswith("ipykernel")
     for rank in range(job.workers):
         place = {"MANYHANDS_RANK": str(rank), "MANYHANDS_LOCAL_RANK": str(rank)}
+        place |= {"MANYHANDS_NOTEBOOK": "1"} if notebook else {}
         child = supervisor.start(
             _command(job),
             env | place,
             [rank],
             pass_fds=pass_fds if rank == 0 else (),
-            piped=rank > 0,
+            piped=rank > 0 or notebook,
         )
-        others += [(rank, child)] if rank > 0 else []
-    for rank, child in others:
-        supervisor.pass_on(child, label(rank), label(rank))
+        shown += [(rank, child)] if rank > 0 or notebook else []
+    for rank, child in shown:
+        mark = label(rank) if rank > 0 else None
+        supervisor.pass_on(child, mark, mark)
 
 
 def _start_local(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
@@ -218,6 +227,8 @@ def _start_mpi(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
         env,
         list(range(job.workers)),
         piped=True,
+        # mpiexec answers Ctrl-C by killing all: it must not hear of one that only asks.
+        own_group=job.graceful,
         explain=lambda code: banner.explain(code, supervisor.board),
     )
     supervisor.pass_on(child, lambda line: banner.keep(line), lambda line: banner.keep(line))
@@ -265,26 +276,37 @@ def _mpiexec() -> str:
 
 
 def _run_ray(job: Job) -> list[Any]:
-    from manyhands.engines import ray_core
-
     board = Board(job.workers)
     env = {k: v for k, v in _environment(job, board).items() if k.startswith("MANYHANDS_")}
     threads = job.threads or threads_per_worker(job.workers, job.call)
     env |= dict.fromkeys(_THREADS, str(threads))
     script = os.path.abspath(job.script) if job.script else ""
     try:
-        return ray_core.run(
-            workers=job.workers,
-            run_worker="manyhands.engines.worker:run_payload",
-            payload={"script": script, "args": list(job.args), "call": job.call},
-            timeout=job.timeout,
-            env=env,
-            address=job.address,
-        )
+        return _ray_asked_first(job, board, env, script)
     except KeyboardInterrupt:
         raise Stopped(signal.SIGINT) from None
     except SystemExit:  # Ray's own answer to SIGTERM
         raise Stopped(signal.SIGTERM) from None
+
+
+def _ray_asked_first(job: Job, board: Board, env: dict[str, str], script: str) -> list[Any]:
+    from manyhands.engines import ray_core
+
+    with stopping.graceful(job.graceful, board, through_ray=True) as soft:
+        # Before Ray starts: its session keeps handlers that are there already.
+        try:
+            return ray_core.run(
+                workers=job.workers,
+                run_worker="manyhands.engines.worker:run_payload",
+                payload={"script": script, "args": list(job.args), "call": job.call},
+                timeout=job.timeout,
+                env=env,
+                address=job.address,
+            )
+        except BaseException:
+            if soft is not None and soft.told:  # Ray's own code turns it into something else
+                raise Stopped(soft.asked) from None
+            raise
 
 
 def _result(segment: Segment) -> Any:

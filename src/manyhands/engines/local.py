@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import os
 
-from manyhands.engines.base import Channel, Patience, Place, Service, WeightStore, Worker
+from manyhands.engines.base import (
+    Channel,
+    Patience,
+    Place,
+    Service,
+    WeightStore,
+    Worker,
+    worker_names,
+)
 from manyhands.engines.group import Group
 from manyhands.engines.local_parts import LocalChannel, LocalWeights
 from manyhands.engines.local_transport import OPEN, LocalTransport
@@ -33,7 +41,7 @@ class LocalWorker(ProcessWorker):
         super().__init__(place, timeout, board)
         wake_precisely()
         self._board = board
-        names = [f"worker {r} of {place.size} on {place.host}" for r in range(place.size)]
+        names = worker_names(place.size, [place.host] * place.size)
         self._roster = BoardRoster(board, range(place.size), names)
         control = Segment(address=os.environ["MANYHANDS_CONTROL"])
         self.group = Group(LocalTransport(control, place.rank, place.size, self._roster, timeout))

@@ -277,6 +277,30 @@ class LocalTransport(Transport):
         if control is None:
             control = self._reach(told[members[0]].decode(), members[0])
         self.exchange(b"")  # the leader may not go away before all have opened it
+        return self._part(control, members)
+
+    def split_off(self, members: Sequence[int], name: str) -> Transport:
+        """The leader writes on its page of the board where the group's memory is."""
+        roster, lead, key = self.roster, members[0], f"group/{name}"
+        if not isinstance(roster, BoardRoster):
+            return self.split(members)
+        page = roster.members[lead]
+        if lead == self.rank:
+            control = Segment(control_size(len(members)))
+            roster.board.set_note(page, key, control.address)
+        else:
+            patience = Patience(self.timeout)
+            while not (address := roster.board.notes(page).get(key)):
+                if patience.pause():
+                    roster.raise_if_gone([lead], f"group {name!r}")
+                    if patience.over:
+                        raise roster.late([lead], f"group {name!r}", patience.waited)
+            control = self._reach(str(address), lead)
+        part = self._part(control, members)
+        part.exchange(b"")  # the leader may not go away before all have opened it
+        return part
+
+    def _part(self, control: Segment, members: Sequence[int]) -> LocalTransport:
         roster: Roster = self.roster
         if isinstance(roster, BoardRoster):
             roster = BoardRoster(

@@ -191,6 +191,14 @@ class MpiTransport(TwoStepTransport):
         own = self.mpi.COMM_SELF if alone else comm
         return MpiTransport(self.mpi, own, roster, self.timeout, key)
 
+    def split_off(self, members: Sequence[int], name: str) -> Transport:
+        self._splits += 1
+        roster = Roster([self.roster.names[m] for m in members])
+        if self._board is not None:
+            roster = BoardRoster(self._board, [self._pages[m] for m in members], roster.names)
+        comm = self._comm.Create_group(self._comm.Get_group().Incl(list(members)))
+        return MpiTransport(self.mpi, comm, roster, self.timeout, f"{self._key}/{name}")
+
     def close(self) -> None:
         """Give a subgroup's communicator back: a local act when nothing is under way on it."""
         if not self._broken and self._key != "all" and self.size > 1:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from types import TracebackType
 
-from manyhands.engines.base import Place, Roster, Worker
+from manyhands.engines.base import Place, Roster, Worker, worker_names
 from manyhands.engines.roster import BoardRoster, Heartbeat
 from manyhands.engines.shared import DONE, FAILED, RUNNING, Board
 from manyhands.errors import CollectiveError
@@ -39,7 +39,7 @@ class ProcessWorker(Worker):
     def roster(self, hosts: Sequence[str]) -> Roster:
         """The roster of all workers, given the host of each."""
         size = self.place.size
-        names = [f"worker {r} of {size} on {h}" for r, h in enumerate(hosts)]
+        names = worker_names(size, hosts)
         if self.board is not None and len(set(hosts)) == 1:
             return BoardRoster(self.board, range(size), names)
         return Roster(names)

@@ -128,7 +128,7 @@ def fence() -> None:
 EMPTY, RUNNING, DONE, FAILED, DEAD = range(5)
 _PAGE = 16384
 _WORDS = 16  # eight-byte words at the head of a page
-_PID, _STATE, _BEAT, _CODE, _SINCE, _SECONDARY, _TURN = range(7)
+_PID, _STATE, _BEAT, _CODE, _SINCE, _SECONDARY, _TURN, _STOP = range(8)
 # (offset, room) of each text on a page
 _TEXTS = {"host": (128, 128), "role": (256, 64), "where": (320, 256), "call": (576, 448),
           "notes": (1024, 3072), "report": (4096, _PAGE - 4096)}  # fmt: skip
@@ -176,6 +176,16 @@ class Board:
     @property
     def aborted(self) -> str:
         return self._read_text(0, "report") if self._words[_STATE] == FAILED else ""
+
+    def ask_stop(self, number: int) -> None:
+        """Ask the main worker to end its update, save and leave; the first signal counts."""
+        if not self._words[_STOP]:
+            self._words[_STOP] = number
+
+    @property
+    def stop_word(self) -> int:
+        """The signal by which the run was asked to stop; 0 if it was not."""
+        return int(self._words[_STOP])
 
     def set_turn(self, rank: int) -> None:
         """Inline engine: who holds the baton."""

@@ -6,8 +6,10 @@ grace, SIGKILL to the whole tree of descendants, all under one deadline.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import ctypes
+import functools
 import os
 import select
 import signal
@@ -62,18 +64,29 @@ class Supervisor:
         *,
         pass_fds: tuple[int, ...] = (),
         piped: bool = False,
+        own_group: bool = False,
         explain: Callable[[int], tuple[int, str]] | None = None,
     ) -> Child:
-        """Start a process that hosts these workers; `piped` output comes through `pass_on`."""
+        """Start a process that hosts these workers; `piped` output comes through `pass_on`.
+
+        In a group of its own (`own_group`) it does not hear a terminal's Ctrl-C.
+        """
         pipe = subprocess.PIPE if piped else None
         child = subprocess.Popen(
-            command, env=env, pass_fds=pass_fds, stdout=pipe, stderr=pipe, preexec_fn=_die_with_us
+            command,
+            env=env,
+            pass_fds=pass_fds,
+            stdout=pipe,
+            stderr=pipe,
+            process_group=0 if own_group else None,
+            preexec_fn=_die_with_us,
         )
         self.children.append(Child(child, ranks, explain))
         return self.children[-1]
 
-    def pass_on(self, child: Child, out: LineFilter, err: LineFilter) -> None:
-        """Show the lines of a piped child as `out` and `err` (bytes -> bytes) want them.
+    def pass_on(self, child: Child, out: LineFilter | None, err: LineFilter | None) -> None:
+        """Show the lines of a piped child as `out` and `err` (bytes -> bytes) want them; None
+        shows all as it comes, a line that is being rewritten too.
 
         WHY only after all have been started: a fork while threads run is asking for trouble.
         """
@@ -87,17 +100,23 @@ class Supervisor:
 
     def __enter__(self) -> Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: a closed terminal is no reason to stop
             with contextlib.suppress(ValueError):  # not the main thread: the caller has its own way
                 self._handlers[number] = signal.signal(number, _raise_stopped)
         return self
 
     def __exit__(self, *exc: object) -> None:
+        from manyhands.experiment.progress import clear_below
+
         try:
             # A second Ctrl-C means: now.
             self.stop("the launch has ended" if exc[1] is None else str(exc[1]))
         except Stopped:
             self.kill_all()
         finally:
+            if exc[1] is not None:
+                clear_below(sys.stdout)  # a main worker that was killed could not
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
 
@@ -238,15 +257,24 @@ def label(rank: int) -> LineFilter:
     return lambda line: mark + line
 
 
-def _pump(source: Any, sink: Any, rewrite: LineFilter) -> None:
+def _pump(source: Any, sink: Any, rewrite: LineFilter | None) -> None:
+    from manyhands.experiment.progress import can_draw
+
     raw = getattr(sink, "buffer", None)
-    for line in source:
-        shown = rewrite(line)
+    text = codecs.getincrementaldecoder("utf-8")("replace")
+    # The main worker's live view lies below the cursor: cleared here, it is drawn again there.
+    clear = b"\x1b[J" if rewrite is not None and can_draw(sink) else b""
+    pieces = source if rewrite is not None else iter(functools.partial(source.read1, 65536), b"")
+    for piece in pieces:
+        shown = piece if rewrite is None else rewrite(piece)
+        shown = clear + shown if shown else b""
+        if sink is None:  # closed before we were started
+            continue
         with contextlib.suppress(OSError, ValueError):  # our own output has been closed: read on,
             if raw is not None:  # or the worker would block on a full pipe
                 raw.write(shown)
             else:
-                sink.write(shown.decode(errors="replace"))
+                sink.write(text.decode(shown))
             sink.flush()
 
 

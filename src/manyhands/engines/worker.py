@@ -20,12 +20,12 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from manyhands import wire
-from manyhands.engines import calls, inline, process
+from manyhands.engines import calls, inline, process, stopping
 from manyhands.engines.attach import detect, timeout_from
 from manyhands.engines.shared import DONE, FAILED, RUNNING, Board
 from manyhands.errors import CollectiveError, WorkerError
 
-STOPPED = 128 + signal.SIGTERM
+STOPPED = stopping.STOPPED
 
 
 def run_script(path: str, args: list[str]) -> None:
@@ -61,6 +61,8 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, _stop)
     place = detect(os.environ)
     board = process.open_board(place.size)
+    if os.environ.get("MANYHANDS_GRACEFUL") == "1" and board is not None:
+        stopping.answer_in_worker(board)
     call = os.environ.get("MANYHANDS_CALL", "")
     script, args = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
 

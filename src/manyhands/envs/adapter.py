@@ -49,6 +49,14 @@ class Episode(NamedTuple):
     seed: int | None  # None: the library went on with its own generator; see `VectorAdapter`
 
 
+class Restored(NamedTuple):
+    """What became of the environments of a checkpoint."""
+
+    obs: Obs  # [B, ...] to act on next
+    restarted: list[int]  # those that had to begin a new episode
+    reasons: list[str]  # why, in words
+
+
 class Final(NamedTuple):
     """The last observation of an episode, which `obs` no longer shows."""
 
@@ -160,6 +168,23 @@ class VecAdapter(ABC):
                 f"episodes_begun has {len(episodes_begun)} numbers for {self.num_envs} envs"
             )
         self._begun = [int(n) for n in episodes_begun]
+
+    def state(self, obs: Obs) -> dict[str, Any]:
+        """What a checkpoint keeps of the environments; `obs` is what would be acted on next."""
+        return {"begun": list(self._begun)}
+
+    def load_state(self, state: dict[str, Any]) -> Restored:
+        """Go on from a `state()` of a running adapter; call it instead of `reset`.
+
+        Here: every environment begins a new episode, with a seed that was never used. Where more
+        is possible, adapters do more.
+        """
+        self.continue_from(state["begun"])
+        reason = (
+            "resumes at an episode boundary: environments of this kind cannot be put back into the "
+            "middle of an episode"
+        )
+        return Restored(self.reset(), list(range(self.num_envs)), [reason])
 
     def number_from(self, first: int) -> None:
         """Sub-environment i is number `first + i` of all workers' together; call before `reset`.

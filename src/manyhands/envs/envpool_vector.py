@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from manyhands import seeding
@@ -55,25 +56,34 @@ def make_envpool(
     if task not in known:
         raise unknown_id(env, known, "these are EnvPool's names, see envpool.list_all_envs()")
     root = secrets.randbits(31) if seed is None else seed
+
+    def make(episodes: Sequence[int]) -> Any:
+        seeds = [seeding.integer(root, "env", worker, i, n) for i, n in enumerate(episodes)]
+        with warnings.catch_warnings():
+            # EnvPool builds its spaces in float64 and Gymnasium warns of every one of them.
+            warnings.filterwarnings("ignore", message=".*precision lowered by casting.*")
+            made = envpool.make(
+                task,
+                env_type="gymnasium",
+                num_envs=num_envs,
+                num_threads=num_threads,
+                seed=seeds,
+                **env_kwargs,
+            )
+            _ = made.single_observation_space, made.single_action_space  # built when first used
+            return made
+
     with warnings.catch_warnings():
-        # EnvPool builds its spaces in float64 and Gymnasium warns of every one of them.
         warnings.filterwarnings("ignore", message=".*precision lowered by casting.*")
-        vector = envpool.make(
-            task,
-            env_type="gymnasium",
-            num_envs=num_envs,
-            num_threads=num_threads,
-            seed=[seeding.integer(root, "env", worker, i, first_episode) for i in range(num_envs)],
-            **env_kwargs,
-        )
         adapter = VectorAdapter(
-            vector,
+            make([first_episode] * num_envs),
             seed=root,
             worker=worker,
             box_actions=box_actions,
             check_finite=check_finite,
             seed_style="at_creation",
             reward_clip=reward_clip,
+            remake=make,
         )
     adapter.continue_from([first_episode] * num_envs)
     return adapter

@@ -8,13 +8,16 @@ a transition, and every episode has its own seed from the tree: any of them can 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
 
-from manyhands.envs.adapter import Final, Step, VecAdapter
+from manyhands.envs import replay
+from manyhands.envs.adapter import Final, Restored, Step, VecAdapter
+from manyhands.envs.replay import ActionLog, own_state, put_back, same
 from manyhands.envs.spaces import (
     Array,
     BoxActions,
@@ -23,6 +26,7 @@ from manyhands.envs.spaces import (
     Obs,
     copy_single,
     shape_fault,
+    take_row,
     zeros,
 )
 from manyhands.errors import ConfigError, WorkerError
@@ -79,6 +83,7 @@ class EnvLoop(VecAdapter):
         self._finite_one = FiniteCheck(self.observation_space, 1)
         self._numbers = range(self.num_envs)
         self._plain = not isinstance(self.observation_space, gymnasium.spaces.Dict)
+        self._log = ActionLog()  # what a resume needs to play the running episodes again
 
     def reset(self, out: Obs | None = None) -> Obs:
         obs = zeros(self.observation_space, (self.num_envs,)) if out is None else out
@@ -101,6 +106,7 @@ class EnvLoop(VecAdapter):
         row.finals, row.episodes = [], []
         rows = row.obs if self._plain else DictRows(row.obs)
         returns = self._returns
+        self._log.add(sent, self._starts)
         self._clock += 1
         rewards: list[float] = []
         i = -1
@@ -125,6 +131,65 @@ class EnvLoop(VecAdapter):
         for env in self.envs:
             env.close()
         self._running = False
+
+    def state(self, obs: Obs) -> dict[str, Any]:
+        starts, own = self._starts, [own_state(env) for env in self.envs]
+        actions = [self._log.of(i, starts[i]) if own[i] is None else None for i in self._numbers]
+        return super().state(obs) | {
+            "clock": self._clock,
+            "starts": list(starts),
+            "seeds": list(self._seeds),
+            "returns": [float(total) for total in self._returns],
+            "obs": obs,
+            "actions": actions,
+            "own": own,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> Restored:
+        self.continue_from(state["begun"])
+        self._clock = int(state["clock"])
+        self._starts = [int(start) for start in state["starts"]]
+        self._seeds = list(state["seeds"])
+        obs = zeros(self.observation_space, (self.num_envs,))
+        rows = obs if self._plain else DictRows(obs)
+        reasons: dict[int, str] = {}
+        deadline = time.perf_counter() + replay.SECONDS
+        for i in self._numbers:
+            rows[i] = take_row(state["obs"], i)
+            if fault := self._go_on(i, state, deadline):
+                reasons[i] = f"{self._where(i)} {fault}; it begins a new episode"
+        self._log.load(self._clock, state["actions"])
+        for i in reasons:
+            rows[i] = self._reset_one(i, seeded=True)
+        self._running = True
+        return Restored(obs, list(reasons), list(reasons.values()))
+
+    def _go_on(self, i: int, state: dict[str, Any], deadline: float) -> str:
+        """Bring env i back to where it was in its episode; why that was not possible, or ""."""
+        env, seed, total = self.envs[i], self._seeds[i], float(state["returns"][i])
+        if state["own"][i] is not None:
+            put_back(env, state["own"][i], seed, self._length(i))
+            self._returns[i] = total
+            return ""
+        actions = state["actions"][i]
+        if seed is None:
+            return "went on with a generator of its own, which cannot be put back"
+        if actions is None:
+            return "is too long for its actions to be played again"
+        value, _ = env.reset(seed=seed)
+        ended, self._returns[i] = False, 0.0
+        for action in actions:
+            if ended:
+                break
+            if time.perf_counter() > deadline:
+                return f"takes too long to play again (more than {replay.SECONDS:g} s)"
+            value, reward, terminated, truncated, _ = env.step(action)
+            self._returns[i] += reward  # in the environment's own type, as in step()
+            ended = terminated or truncated
+        seen = copy_single(self.observation_space, value)
+        if ended or float(self._returns[i]) != total or not same(seen, take_row(state["obs"], i)):
+            return "does not repeat: the same seed and actions led elsewhere"
+        return ""
 
     def _finish(self, i: int, last: Any, row: Step) -> Any:
         """File the episode and begin the next; its first observation is what to act on."""

@@ -11,12 +11,13 @@ be played again on its own, and `Episode.seed` is None for the rest.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
-from manyhands.envs.adapter import Final, Step, VecAdapter
+from manyhands.envs.adapter import Final, Restored, Step, VecAdapter
 from manyhands.envs.spaces import Array, BoxActions, Obs, copy_single, take_row
 from manyhands.errors import ConfigError
 
@@ -45,6 +46,8 @@ class VectorAdapter(VecAdapter):
             "int", or none at all because they were given "at_creation"; None finds out
             (Gymnasium's own take a list; for others one int is safe).
         reward_clip: give the learner rewards cut to ±reward_clip; returns stay the true ones.
+        remake: for seeds given "at_creation": makes the env anew, given how many episodes each
+            sub-env has begun, with seeds that were not used before.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class VectorAdapter(VecAdapter):
         episode_seeds: bool = True,
         seed_style: SeedStyle | None = None,
         reward_clip: float | None = None,
+        remake: Callable[[Sequence[int]], VectorEnv] | None = None,
     ) -> None:
         super().__init__(
             env.single_observation_space,
@@ -73,6 +77,7 @@ class VectorAdapter(VecAdapter):
         self._seed_style: SeedStyle = seed_style or _seed_style(env)
         self._episode_seeds = episode_seeds
         self._reward_clip = reward_clip
+        self._remake = remake
         self._keys = list(getattr(self.observation_space, "spaces", {}))  # of a Dict space
         self._ended = np.zeros(env.num_envs, dtype=np.bool_)  # NextStep: the next call resets
         self._totals = np.zeros(env.num_envs)  # float64 [B]: returns of the running episodes
@@ -114,6 +119,12 @@ class VectorAdapter(VecAdapter):
             self._finish(np.flatnonzero(done), info, row)
         self._ended = done if self.mode == "NextStep" else self._ended
         return row
+
+    def load_state(self, state: dict[str, Any]) -> Restored:
+        if self._remake is not None:
+            self.env.close()
+            self.env = self._remake(state["begun"])
+        return super().load_state(state)
 
     def close(self) -> None:
         self.env.close()

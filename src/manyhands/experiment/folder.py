@@ -4,13 +4,16 @@ config.toml      the resolved configuration; `manyhands train --config` on it re
 metrics.jsonl    one record an update; metrics.csv has the same numbers
 episodes.csv     one row a finished episode
 events.jsonl     starts, stops, faults, restarts, checkpoints
+checkpoints/     step-numbered, complete or absent; `manyhands resume` goes on from the newest
 summary.json     how it ended
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +21,18 @@ from typing import Any
 
 from manyhands.config import Experiment, save_toml
 from manyhands.errors import ConfigError
-from manyhands.experiment.metrics import Csv, JsonLines, write_json
+from manyhands.experiment.metrics import Csv, JsonLines, cut_lines, to_disk, write_json
 
 EPISODE_COLUMNS = ("global_step", "worker", "env", "return", "length", "wall_seconds")
+
+# What a resume cuts back: part -> (file, lines of its header)
+_ROWS = {
+    "metrics": ("metrics.jsonl", 0),
+    "table": ("metrics.csv", 1),
+    "episodes": ("episodes.csv", 1),
+}
+# Files that are written beside and then put in place: a killed writer leaves NAME.tmp
+_REPLACED = ("config.toml", "metrics.csv", "summary.json", "policy.safetensors")
 
 # Every key of summary.json, with what it is when a run had nothing to say
 SUMMARY: dict[str, Any] = {
@@ -66,6 +78,7 @@ class RunFolder:
         self._experiment: Experiment | None = None
         self._files: dict[str, Any] = {}
         self._started = time.time()
+        self.lost_rows = 0  # that the disk had no room for
 
     @classmethod
     def of(cls, experiment: Experiment) -> RunFolder:
@@ -74,32 +87,88 @@ class RunFolder:
         folder.open(experiment)
         return folder
 
+    @classmethod
+    def told(cls, path: Path, experiment: Experiment) -> RunFolder:
+        """A folder to which only a summary is written, for a run whose own writer is gone."""
+        folder = cls(path)
+        folder._experiment = experiment
+        return folder
+
     def open(self, experiment: Experiment) -> None:
         """Make the folder and write config.toml. A folder that holds a run is left alone."""
         self._experiment, self._started = experiment, time.time()
         if self.path is None:
             return
         if holds_a_run(self.path):
-            raise ConfigError(f"{self.path} already holds a run; give another --run-dir")
+            raise ConfigError(
+                f"{self.path} already holds a run; to go on with it, type: manyhands resume "
+                f"{self.path}; for a new one, give another --run-dir"
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # WHY without run_dir: a repeated run must not write over the one that it repeats.
-            run = dataclasses.replace(experiment.run, run_dir="", strategy=experiment.strategy)
-            save_toml(self.path / "config.toml", dataclasses.replace(experiment, run=run))
+            self._write_config(self.path)
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from error
+        self._open_files(self.path, {})
+
+    def reopen(
+        self, experiment: Experiment, rows: Mapping[str, int], wall_seconds: float
+    ) -> list[str]:
+        """Go on in the folder of a run, from where its files had so many rows.
+
+        Later rows are cut off; events are a log of what happened, and stay. Gives back, in words,
+        rows that are missing.
+        """
+        self._experiment, self._started = experiment, time.time() - wall_seconds
+        if self.path is None:
+            return []
+        for name in ("summary.json", *(f"{n}.tmp" for n in _REPLACED)):
+            (self.path / name).unlink(missing_ok=True)
+        self._write_config(self.path)
+        lost = []
+        for part, (name, head) in _ROWS.items():
+            wanted = rows[part] + head if rows[part] else 0
+            found = cut_lines(self.path / name, wanted)
+            if found < wanted:
+                lost.append(f"{name} has lost {wanted - found:,} of {rows[part]:,} rows")
+        cut_lines(self.path / "events.jsonl", None)
+        self._open_files(self.path, rows)
+        return lost
+
+    def rows(self) -> dict[str, int]:
+        """How many rows each file has that a resumed run would cut back."""
+        return {part: self._files[part].rows for part in _ROWS if self._files}
+
+    def sync(self) -> None:
+        """Force all rows to the disk: a checkpoint must not know of rows that are not there."""
+        for file in self._files.values():
+            file.sync()
+
+    def _open_files(self, path: Path, rows: Mapping[str, int]) -> None:
         self._files = {
-            "metrics": JsonLines(self.path / "metrics.jsonl"),
-            "table": Csv(self.path / "metrics.csv"),
-            "episodes": Csv(self.path / "episodes.csv", EPISODE_COLUMNS),
-            "events": JsonLines(self.path / "events.jsonl"),
+            "metrics": JsonLines(path / "metrics.jsonl", rows.get("metrics", 0)),
+            "table": Csv(path / "metrics.csv", rows=rows.get("table", 0)),
+            "episodes": Csv(path / "episodes.csv", EPISODE_COLUMNS, rows.get("episodes", 0)),
+            "events": JsonLines(path / "events.jsonl"),
         }
+
+    def _write_config(self, path: Path) -> None:
+        """config.toml, whole or not at all."""
+        assert self._experiment is not None
+        # WHY without run_dir: a repeated run must not write over the one that it repeats.
+        run = dataclasses.replace(
+            self._experiment.run, run_dir="", strategy=self._experiment.strategy
+        )
+        beside = path / "config.toml.tmp"
+        save_toml(beside, dataclasses.replace(self._experiment, run=run))
+        with open(beside, "rb+") as file:
+            to_disk(file)
+        os.replace(beside, path / "config.toml")
 
     def metrics(self, record: Mapping[str, Any]) -> None:
         """One record an update: a line of metrics.jsonl and a row of metrics.csv."""
-        if self._files:
-            self._files["metrics"].write(record)
-            self._files["table"].write(record)
+        self._put("metrics", record)
+        self._put("table", record)
 
     def episode(
         self,
@@ -111,16 +180,27 @@ class RunFolder:
         wall_seconds: float,
     ) -> None:
         """A finished episode: a row of episodes.csv."""
-        if self._files:
-            values = (global_step, worker, env, total_return, length, round(wall_seconds, 3))
-            self._files["episodes"].write(dict(zip(EPISODE_COLUMNS, values, strict=True)))
+        values = (global_step, worker, env, total_return, length, round(wall_seconds, 3))
+        self._put("episodes", dict(zip(EPISODE_COLUMNS, values, strict=True)))
 
     def event(self, kind: str, **facts: Any) -> None:
         """Something happened: a line of events.jsonl with the time of day and of the run."""
-        if self._files:
-            now = time.time()
-            clock = {"time": round(now, 3), "wall_seconds": round(now - self._started, 3)}
-            self._files["events"].write({"event": kind, **clock, **facts})
+        now = time.time()
+        clock = {"time": round(now, 3), "wall_seconds": round(now - self._started, 3)}
+        self._put("events", {"event": kind, **clock, **facts})
+
+    def _put(self, part: str, record: Mapping[str, Any]) -> None:
+        """One row. A full disk is no reason to stop a training: the row is lost, and told of."""
+        if not self._files:
+            return
+        try:
+            self._files[part].write(record)
+        except OSError as error:
+            self.lost_rows += 1
+            if self.lost_rows.bit_count() == 1:  # 1st, 2nd, 4th, 8th: heard, not drowned in
+                text = f"{self.lost_rows} rows of metrics, episodes or events are lost: {error}"
+                with contextlib.suppress(OSError, ValueError):  # whoever read has gone
+                    print(f"manyhands: {text}", file=sys.stderr, flush=True)
 
     def summary(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write summary.json, whole or not at all; what was written, every key of the contract."""

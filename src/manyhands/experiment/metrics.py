@@ -6,7 +6,10 @@ whoever reads along sees it and a killed run loses none.
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import errno
+import io
 import json
 import math
 import os
@@ -18,14 +21,47 @@ from typing import Any
 StrPath = str | os.PathLike[str]
 
 
-class JsonLines:
-    """One record a line."""
+class Appended:
+    """A file that grows by whole rows: one that the disk refuses leaves nothing behind."""
 
     def __init__(self, path: StrPath) -> None:
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (see close)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.size = os.fstat(self._fd).st_size
+
+    def write(self, text: str) -> None:
+        """OSError when the disk is full: the file is then as it was before."""
+        data = text.encode()
+        try:
+            if os.write(self._fd, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            os.ftruncate(self._fd, self.size)
+            raise
+        self.size += len(data)
+
+    def sync(self) -> None:
+        """Force what was written to the disk."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+class JsonLines:
+    """One record a line; `rows` counts those of the whole run."""
+
+    def __init__(self, path: StrPath, rows: int = 0) -> None:
+        self._file = Appended(path)
+        self.rows = rows
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write(to_json(record) + "\n")
+        self.rows += 1
+
+    def sync(self) -> None:
+        self._file.sync()
 
     def close(self) -> None:
         self._file.close()
@@ -34,41 +70,58 @@ class JsonLines:
 class Csv:
     """Rows under a header that grows: a name seen for the first time becomes a new last column."""
 
-    def __init__(self, path: StrPath, columns: Sequence[str] = ()) -> None:
+    def __init__(self, path: StrPath, columns: Sequence[str] = (), rows: int = 0) -> None:
         self._path = Path(path)
+        self.rows = rows  # of the whole run, the header not counted
         self.columns = _header_of(self._path) or list(columns)
         self._open()
 
     def write(self, record: Mapping[str, Any]) -> None:
         new = [name for name in record if name not in self.columns]
         if new:
-            self._widen(new)
-        self._writer.writerow([_cell(record.get(name)) for name in self.columns])
+            # A disk that has no room for the longer table may still have some for this row; the
+            # next row tries again.
+            with contextlib.suppress(OSError):
+                self._widen(new)
+        self._file.write(_csv_text([[_cell(record.get(name)) for name in self.columns]]))
+        self.rows += 1
+
+    def sync(self) -> None:
+        self._file.sync()
 
     def close(self) -> None:
         self._file.close()
 
     def _open(self) -> None:
-        self._file = open(self._path, "a", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
-        self._writer = csv.writer(self._file, lineterminator="\n")
-        if self.columns and self._file.tell() == 0:
-            self._writer.writerow(self.columns)
+        self._file = Appended(self._path)
+        if self.columns and self._file.size == 0:
+            self._file.write(_csv_text([self.columns]))
 
     def _widen(self, new: list[str]) -> None:
         """Write the file again under the longer header, beside the old one, then swap them."""
-        self._file.close()
         columns = [*self.columns, *new]
         with open(self._path, encoding="utf-8", newline="") as file:
             rows = list(csv.reader(file))[1:] if self.columns else []
         # An empty row would be a blank line, which readers skip: rows keep their full width.
         padded = [row + [""] * (len(columns) - len(row)) for row in rows]
-        text_path = self._path.with_name(self._path.name + ".tmp")
-        with open(text_path, "w", encoding="utf-8", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([columns, *padded])
-            _to_disk(file)
-        os.replace(text_path, self._path)
+        beside = self._path.with_name(self._path.name + ".tmp")
+        try:
+            with open(beside, "w", encoding="utf-8", newline="") as file:
+                file.write(_csv_text([columns, *padded]))
+                to_disk(file)
+            os.replace(beside, self._path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
+        self._file.close()
         self.columns = columns
         self._open()
+
+
+def _csv_text(rows: Sequence[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 class Returns:
@@ -93,10 +146,40 @@ class Returns:
         # fsum is exact, so the answer is the same whatever order workers' episodes came in
         return math.fsum(self._recent) / len(self._recent) if self._recent else None
 
+    @property
+    def full(self) -> bool:
+        """Whether as many episodes have ended as are looked at."""
+        return len(self._recent) == self._recent.maxlen
+
     def solved(self, target: float | None) -> bool:
         """Whether as many episodes as are looked at have ended, with a mean of at least target."""
-        full = len(self._recent) == self._recent.maxlen
-        return target is not None and full and self.mean is not None and self.mean >= target
+        return target is not None and self.full and self.mean is not None and self.mean >= target
+
+    def state(self) -> dict[str, Any]:
+        return {"recent": list(self._recent), "episodes": self.episodes, "best": self.best}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._recent = deque(state["recent"], maxlen=self._recent.maxlen)
+        self.episodes, self.best = int(state["episodes"]), state["best"]
+
+
+def cut_lines(path: StrPath, lines: int | None) -> int:
+    """Keep the first lines of a file, whole ones only (None: all that are whole); how many.
+
+    What follows was written after the checkpoint that is gone back to, or is half a line of a
+    process that was killed.
+    """
+    if not os.path.exists(path):
+        return 0
+    found, end, offset = 0, 0, 0
+    with open(path, "rb") as file:
+        for line in file:
+            if found == lines or not line.endswith(b"\n"):
+                break
+            offset += len(line)
+            found, end = found + 1, offset
+    os.truncate(path, end)
+    return found
 
 
 def to_json(record: Mapping[str, Any], indent: int | None = None) -> str:
@@ -112,10 +195,14 @@ def write_json(path: StrPath, record: Mapping[str, Any]) -> None:
     """The whole file or none of it, whenever the machine stops: temporary file, fsync, rename."""
     path = Path(path)
     beside = path.with_name(path.name + ".tmp")
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(to_json(record, indent=2) + "\n")
-        _to_disk(file)
-    os.replace(beside, path)
+    try:
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(to_json(record, indent=2) + "\n")
+            to_disk(file)
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the rename itself
@@ -123,7 +210,8 @@ def write_json(path: StrPath, record: Mapping[str, Any]) -> None:
         os.close(folder)
 
 
-def _to_disk(file: Any) -> None:
+def to_disk(file: Any) -> None:
+    """Everything written so far, past every cache."""
     file.flush()
     os.fsync(file.fileno())
 

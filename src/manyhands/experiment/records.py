@@ -6,14 +6,21 @@ worker's are written and printed.
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from manyhands.config import Experiment
+from manyhands.config import Experiment, to_plain
+from manyhands.errors import Stopped, WorkerError
+from manyhands.experiment import checkpoint
 from manyhands.experiment.folder import RunFolder
 from manyhands.experiment.metrics import Returns
 from manyhands.experiment.progress import Progress
-from manyhands.experiment.report_lines import end_table, start_table
+from manyhands.experiment.report_lines import end_table, number, start_table
+from manyhands.experiment.sinks import make_sinks
 from manyhands.experiment.timing import Phases, merged
 from manyhands.policy import save_policy
 
@@ -22,23 +29,75 @@ EPISODES = 100  # a run is solved by the mean return of so many finished episode
 
 
 class Records:
-    def __init__(self, experiment: Experiment, *, main: bool, threads: int = 1) -> None:
+    """One worker's records.
+
+    Args:
+        experiment: what runs.
+        main: whether this is the worker that writes.
+        threads: of each process, to be told.
+        resumed: the "records" of the checkpoint that the run goes on from.
+        notes: what is to be said about that checkpoint.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        *,
+        main: bool,
+        threads: int = 1,
+        resumed: Mapping[str, Any] | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
         run = experiment.run
         self._experiment, self._main = experiment, main
         self.returns = Returns(last=EPISODES)
-        self._started = time.perf_counter()
-        self._kept = self._started
-        self._last_steps, self._last_time = 0, self._started
-        self.folder = RunFolder.of(experiment) if main else RunFolder(None)
-        self.progress = Progress(run.steps, quiet=run.quiet or not main)
+        before = 0.0 if resumed is None else float(resumed["wall_seconds"])
+        self._started = time.perf_counter() - before  # of all processes that worked on the run
+        self._kept = self._saved = time.perf_counter()
+        self._resumed_steps = 0 if resumed is None else int(resumed["env_steps"])
+        self._last_steps, self._last_time = self._resumed_steps, time.perf_counter()
+        self.purge_step: int | None = None  # the first step that a resumed run writes anew
+        self.checkpoint_failures = 0
+        self._not_saved = ""  # why the last checkpoint could not be written
+        self.folder = RunFolder(None)
+        if resumed is not None:
+            self.returns.load_state(resumed["returns"])
+            self.purge_step = self._resumed_steps + 1
         if main:
-            facts = {"threads": threads, "device": run.device, "run_dir": self.folder.path}
+            self._open(resumed, list(notes))
+        plain = to_plain(experiment)
+        self._sinks = make_sinks(run, self.folder.path, plain, self.purge_step)
+        self.progress = Progress(
+            run.steps, quiet=run.quiet or not main, target=run.target_return, workers=run.workers
+        )
+        if main:
+            facts: dict[str, Any] = {"threads": threads, "device": run.device}
+            facts["run_dir"] = self.folder.path
+            if resumed is not None:
+                facts["resumed"] = f"at step {number(self._resumed_steps)}"
             self.progress.say(start_table(experiment, facts))
+
+    def _open(self, resumed: Mapping[str, Any] | None, notes: list[str]) -> None:
+        run = self._experiment.run
+        if resumed is None:
+            self.folder = RunFolder.of(self._experiment)
             self.folder.event("start", workers=run.workers, engine=run.engine)
+            return
+        self.folder = RunFolder(run.run_dir)
+        notes += self.folder.reopen(self._experiment, resumed["rows"], resumed["wall_seconds"])
+        facts = {"env_steps": self._resumed_steps, "steps": run.steps}
+        self.folder.event("resume", workers=run.workers, engine=run.engine, **facts)
+        self.note(notes)
 
     @property
     def wall_seconds(self) -> float:
         return time.perf_counter() - self._started
+
+    def note(self, notes: Sequence[str]) -> None:
+        """What is not as it should be after a resume: in the events, and on standard error."""
+        for text in notes if self._main else ():
+            self.folder.event("resume_note", text=text)
+            _say(text)
 
     def episodes(self, steps: int, told: Any) -> None:
         """Finished episodes of all workers: rows of (env, return, length, worker)."""
@@ -50,9 +109,73 @@ class Records:
     def keep(self, model: Any, normaliser: Any, *, now: bool = False) -> None:
         """Write the policy, every few seconds: what is on disk is the last that was good."""
         due = time.perf_counter() - self._kept > KEEP_SECONDS
-        if self.folder.path is not None and (now or due):
-            self._kept = time.perf_counter()
+        if self.folder.path is None or not (now or due):
+            return
+        self._kept = time.perf_counter()
+        try:
             save_policy(self.folder.path, model, normaliser)
+        except OSError as error:
+            if now:
+                raise
+            self.folder.event("policy_not_written", error=str(error))
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def checkpoint_due(self) -> bool:
+        """Whether it is time for one. On the main worker only, so that one clock decides."""
+        wait = self._experiment.run.checkpoint_seconds
+        return self._main and time.perf_counter() - self._saved >= wait
+
+    def state(self, steps: int) -> dict[str, Any]:
+        """What a checkpoint keeps of the records."""
+        return {
+            "env_steps": steps,
+            "wall_seconds": self.wall_seconds,
+            "rows": self.folder.rows(),
+            "returns": self.returns.state(),
+        }
+
+    def checkpoint(self, state: dict[str, Any], steps: int, updates: int) -> None:
+        """Write a checkpoint. A disk that refuses is told of, and the training goes on."""
+        began = time.perf_counter()
+        if self.folder.path is None:
+            return
+        try:
+            self.folder.sync()
+            path = checkpoint.save(
+                self.folder.path,
+                state | {"records": self.state(steps)},
+                env_steps=steps,
+                update=updates,
+                mean_return=self.returns.mean,
+                score=self.returns.mean if self.returns.full else None,
+            )
+        except OSError as error:
+            self._failed_to_save(steps, error)
+            return
+        finally:
+            self._saved = time.perf_counter()
+        self._not_saved = ""
+        ms = round(1000 * (self._saved - began), 3)
+        self.folder.event("checkpoint", env_steps=steps, name=path.name, milliseconds=ms)
+
+    def _failed_to_save(self, steps: int, error: OSError) -> None:
+        self.checkpoint_failures += 1
+        self._not_saved = f"{error.strerror or error}"
+        self.folder.event(
+            "checkpoint_failed",
+            env_steps=steps,
+            error=str(error),
+            checkpoint_failures=self.checkpoint_failures,
+        )
+        if self.checkpoint_failures.bit_count() == 1:  # 1st, 2nd, 4th, 8th: heard, not drowned in
+            _say(
+                f"the checkpoint at step {number(steps)} could not be written ({error}); the one "
+                f"before is kept and the training goes on ({self.checkpoint_failures} failed so "
+                "far)"
+            )
+
+    # -- updates and ends ----------------------------------------------------------------------
 
     def update(self, steps: int, updates: int, info: dict[str, float], phases: Phases) -> None:
         """One update is done."""
@@ -62,43 +185,75 @@ class Records:
             now = time.perf_counter()
             speed = (steps - self._last_steps) / max(now - self._last_time, 1e-9)
             self._last_steps, self._last_time = steps, now
-            self.folder.metrics(
-                {
-                    "env_steps": steps,
-                    "update": updates,
-                    "wall_seconds": round(now - self._started, 4),
-                    "steps_per_second": round(speed, 1),
-                    "episodes": self.returns.episodes,
-                    "mean_return": self.returns.mean,
-                    **info,
-                    **{f"seconds/{k}": round(v, 4) for k, v in phases.totals().items()},
-                }
-            )
-        self.progress.update(steps, self.returns.mean)
+            failures = self.checkpoint_failures
+            record = {
+                "env_steps": steps,
+                "update": updates,
+                "wall_seconds": round(now - self._started, 4),
+                "steps_per_second": round(speed, 1),
+                "episodes": self.returns.episodes,
+                "mean_return": self.returns.mean,
+                **info,
+                **{f"seconds/{k}": round(v, 4) for k, v in phases.totals().items()},
+                **({"checkpoint_failures": failures} if failures else {}),
+            }
+            self.folder.metrics(record)
+            self._sinks.write(record)
+        self.progress.update(
+            steps,
+            self.returns.mean,
+            info=info,
+            phases=phases,
+            resumed_steps=self._resumed_steps,
+        )
 
     def finish(
-        self, steps: int, updates: int, solved: bool, phases: list[dict[str, float]]
+        self,
+        steps: int,
+        updates: int,
+        solved: bool,
+        phases: list[dict[str, float]],
+        stopped: int = 0,
     ) -> dict[str, Any]:
-        """The run has ended well: the summary, written and shown."""
+        """The run has ended well, or was asked to stop: the summary, written and shown."""
+        ended = "solved" if solved else "finished"
+        if stopped:
+            ended = f"stopped: {signal.Signals(stopped).name}"
         summary = self.folder.summary(self._facts(steps, updates) | {
             "solved": solved,
             "phase_seconds": {k: round(v, 4) for k, v in merged(phases).items()},
-            "exit": "solved" if solved else "finished",
+            "exit": ended,
         })  # fmt: skip
-        self.folder.event("end", exit=summary["exit"], env_steps=steps)
+        self.folder.event("end", exit=ended, env_steps=steps)
         self.progress.close()
         if self._main:
             self.progress.say(end_table(summary))
-        self.folder.close()
+        if self._not_saved:
+            raise WorkerError(
+                f"the run has ended ({ended}), but its last checkpoint could not be written: "
+                f"{self._not_saved}. The policy is saved; `manyhands resume` would go on from an "
+                "earlier step"
+            )
+        self._close()
         return summary
 
-    def fail(self, steps: int, updates: int, error: BaseException) -> None:
+    def fail(self, steps: int, updates: int, error: BaseException, reason: str = "") -> None:
         """The run has ended badly: say so in the folder, whatever else happens."""
-        said = f"{type(error).__name__}: {error}".strip()
+        said = reason or f"{type(error).__name__}: {error}".strip()
+        ended = f"failed: {_condensed(said)}"
+        if isinstance(error, Stopped) or said.startswith("stopped by "):
+            ended = f"stopped: {(reason or str(error)).removeprefix('stopped by ')}"
         self.folder.event("fault", error=said, env_steps=steps)
-        self.folder.summary(self._facts(steps, updates) | {"exit": f"failed: {said[:500]}"})
-        self.folder.close()
+        try:
+            self.folder.summary(self._facts(steps, updates) | {"exit": ended})
+        except OSError as fault:  # it must not hide what went wrong
+            _say(f"summary.json could not be written: {fault}")
         self.progress.close()
+        self._close()
+
+    def _close(self) -> None:
+        self._sinks.close()
+        self.folder.close()
 
     def _facts(self, steps: int, updates: int) -> dict[str, Any]:
         return {
@@ -109,3 +264,14 @@ class Records:
             "mean_return": self.returns.mean,
             "best_return": self.returns.best,
         }
+
+
+def _condensed(text: str) -> str:
+    """A traceback by its first and last line: who, and what."""
+    lines = text.strip().splitlines() or [""]
+    return (lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}")[:500]
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):  # whoever read has gone
+        print(f"manyhands: {text}", file=sys.stderr, flush=True)

@@ -73,7 +73,8 @@ def _workers(experiment: Experiment, threads: int | None) -> str:
 
 def _batch(experiment: Experiment) -> str:
     run = experiment.run
-    here = f"{_many(run.workers, 'worker')} × {_many(run.envs_per_worker, 'env')} each"
+    who = "acting worker" if run.actors < run.workers else "worker"
+    here = f"{_many(run.actors, who)} × {_many(run.envs_per_worker, 'env')} each"
     if run.collect == "episodes":
         return f"{here}: whole episodes, at least {number(run.batch)} steps an update"
     return f"{here} × {_many(run.rollout_length, 'step')} = {number(run.batch)} steps an update"

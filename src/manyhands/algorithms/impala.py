@@ -1,0 +1,203 @@
+"""IMPALA: actors and learners apart, V-trace in between. Paper: arXiv:1802.01561.
+
+    actors    unrolls of T steps with μ, their policy of some updates ago
+    learner   V-trace of π against μ gives targets v and advantages A  (math/vtrace.py)
+    L = −log π(a|s) A + c_v (V − v)² − c_e H,  averaged over all rows;  one step
+
+Differs from the paper: Adam instead of RMSProp (one optimiser for all algorithms here, and a step
+size that suits several scales of reward); the mean over rows instead of the sum, so that a larger
+batch needs no other step size; advantages optionally normalised over the rows of all learners.
+With one worker it acts and learns in turn, and V-trace is then the n-step return.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from manyhands.algorithms.base import (
+    Across,
+    Alone,
+    Batch,
+    Info,
+    PolicyGradient,
+    Signals,
+    to_tensor,
+)
+from manyhands.algorithms.options import IMPALAConfig
+from manyhands.data.rollout import Obs, Rollout
+from manyhands.data.unroll import Unroll
+from manyhands.math.schedules import make_schedule
+from manyhands.math.vtrace import vtrace
+from manyhands.networks.lstm import RecurrentActor, RecurrentActorCritic
+from manyhands.trees import Array
+
+
+class IMPALA(PolicyGradient):
+    name = "impala"
+    stats = ("policy_loss", "value_loss", "entropy", "rho")
+    options: IMPALAConfig
+
+    def __init__(self, model: Any, options: IMPALAConfig, **kwargs: Any) -> None:
+        super().__init__(model, options, **kwargs)
+        self.recurrent = isinstance(model, RecurrentActorCritic)
+        if self.recurrent:
+            self.actor = RecurrentActor(model, self.device)
+
+    def prepare(self, rollout: Rollout) -> Batch:
+        """A worker's own fresh rollout: the values at its edges are known already."""
+        batch = {
+            name: getattr(rollout, name)
+            for name in ("obs", "action", "logp", "reward", "terminated", "truncated", "valid")
+        }
+        return _flat(batch) | {"next_value": rollout.next_value}
+
+    def prepare_unroll(self, unroll: Unroll) -> Batch:
+        """What actors have sent, joined: the values at its edges are still to be computed."""
+        length, width = unroll["reward"].shape
+        at = unroll["edge_at"]
+        batch = _flat(unroll) | {"edges": unroll["edges"], "edge_row": at[:, 0] * width + at[:, 1]}
+        if self.recurrent:
+            batch |= {"state": unroll["state"], "first": unroll["first"], "length": length}
+        return batch
+
+    def update(self, batch: Batch, across: Across, progress: float) -> Info:
+        o = self.options
+        _, count = across.place(int(batch["valid"].sum()))
+        local = self._gradient(batch, count, across)
+        grad, sums = self._seam(across, local)
+        lr = make_schedule(o.learning_rate)(progress)
+        norm = self.apply(grad, lr, o.max_grad_norm)
+        self.version += 1
+        info = dict(zip(self.stats, (sums / max(count, 1)).tolist(), strict=True))
+        return info | {"grad_norm": norm, "learning_rate": lr, "gradient_steps": 1.0}
+
+    def gradient(self, rows: Batch, count: int) -> list[float]:
+        return self._gradient(rows, count, Alone())
+
+    def _gradient(self, rows: Batch, count: int, across: Across) -> list[float]:
+        if self.fast is not None and self.density is not None:
+            parameters, values = self.fast.forward(rows["obs"])
+            logp, entropy, pull = self.density.log_prob_and_entropy(parameters, rows["action"])
+            after = self._edge_values(rows)
+            rows = rows | self._traced(logp, values, after, rows, across)
+            s = self.signals(logp, entropy, values, rows)
+            self.fast.backward(pull(s.logp / count, s.entropy / count), s.value / count)
+            return s.stats
+        self.flat.zero_grad()
+        on_device = {k: to_tensor(v, self.device) for k, v in rows.items() if k in _ON_DEVICE}
+        parameters_t, values_t, after_t = self._forward(on_device, rows)
+        with torch.no_grad():
+            logp_t = self.model.head.log_prob(parameters_t, on_device["action"])
+        traced = self._traced(_numpy(logp_t), _numpy(values_t), _numpy(after_t), rows, across)
+        on_device |= {k: to_tensor(v, self.device) for k, v in traced.items()}
+        total, stats = self.loss(parameters_t, values_t, on_device)
+        (total / count).backward()  # type: ignore[no-untyped-call]
+        return stats
+
+    def _edge_values(self, rows: Batch) -> Array:
+        if "next_value" in rows or len(rows["edge_row"]) == 0:
+            return np.zeros(0, np.float32)
+        return self.actor.value(rows["edges"])
+
+    def _forward(self, on_device: Batch, rows: Batch) -> tuple[Any, Any, Any]:
+        """(distribution parameters, values, values at the edges) in torch."""
+        edges = "next_value" not in rows and len(rows["edge_row"]) > 0
+        nothing = torch.zeros(0)
+        if not isinstance(self.model, RecurrentActorCritic):
+            parameters, values = self.model(on_device["obs"])
+            if not edges:
+                return parameters, values, nothing
+            with torch.no_grad():
+                return parameters, values, self.model.value(on_device["edges"])
+        parameters, values, states = self.model.unroll(
+            on_device["obs"], on_device["state"], on_device["first"], rows["length"]
+        )
+        if not edges:
+            return parameters, values, nothing
+        with torch.no_grad():
+            before = states[on_device["edge_row"]]
+            return parameters, values, self.model.step(on_device["edges"], before)[1]
+
+    def _traced(
+        self, logp: Array, values: Array, after: Array, rows: Batch, across: Across
+    ) -> Batch:
+        """V-trace of these rows: target, advantage and ρ, flat."""
+        o, shape = self.options, rows["reward"].shape
+        value = np.ascontiguousarray(values).reshape(shape)
+        if "next_value" in rows:
+            following = rows["next_value"]
+        else:
+            following = np.zeros(shape, np.float32)
+            following[:-1] = value[1:]
+            following.reshape(-1)[rows["edge_row"]] = after
+        target_logp = np.ascontiguousarray(logp).reshape(shape)
+        behaviour = rows["logp"].reshape(shape)
+        columns = (behaviour, target_logp, rows["reward"], value, following)
+        flags = (rows["terminated"], rows["truncated"])
+        traced = vtrace(
+            *(torch.from_numpy(np.ascontiguousarray(x)) for x in (*columns, *flags)),
+            discounts=o.gamma,
+            rho_bar=o.rho_bar,
+            c_bar=o.c_bar,
+            lam=o.vtrace_lambda,
+        )
+        weight = rows["valid"].reshape(-1).astype(np.float32)
+        advantage = traced.advantages.numpy().reshape(-1)
+        if o.normalize_advantages:
+            mean, std, _ = across.moments(advantage[rows["valid"].reshape(-1)])
+            advantage = ((advantage - mean) / (std + 1e-8)).astype(np.float32)
+        rho = np.minimum(np.exp(target_logp - behaviour), o.rho_bar).reshape(-1)
+        return {
+            "target": traced.targets.numpy().reshape(-1),
+            "advantage": advantage * weight,
+            "weight": weight,
+            "rho": rho,
+        }
+
+    def signals(self, logp: Array, entropy: Array, value: Array, rows: Batch) -> Signals:
+        o, weight = self.options, rows["weight"]
+        error = (value - rows["target"]) * weight
+        stats = [
+            -float(np.dot(logp, rows["advantage"])),
+            float(np.dot(error, error)),
+            float(np.dot(entropy, weight)),
+            float(np.dot(rows["rho"], weight)),
+        ]
+        return Signals(
+            -rows["advantage"], -o.entropy_weight * weight, 2 * o.value_weight * error, stats
+        )
+
+    def loss(
+        self, parameters: torch.Tensor, value: torch.Tensor, rows: Batch
+    ) -> tuple[torch.Tensor, list[float]]:
+        o, head, weight = self.options, self.model.head, rows["weight"]
+        policy = -(head.log_prob(parameters, rows["action"]) * rows["advantage"]).sum()
+        squares = ((value - rows["target"]).square() * weight).sum()
+        entropy = (head.entropy(parameters) * weight).sum()
+        total = policy + o.value_weight * squares - o.entropy_weight * entropy
+        rho = (rows["rho"] * weight).sum()
+        return total, [policy.item(), squares.item(), entropy.item(), rho.item()]
+
+
+_ON_DEVICE = ("obs", "action", "edges", "edge_row", "state", "first")
+
+
+def _flat(unroll: Any) -> Batch:
+    """Observations and actions as rows, time first; the rest as [T, B]."""
+    names = ("reward", "terminated", "truncated", "valid", "logp")
+    batch: Batch = {name: unroll[name] for name in names}
+    return batch | {name: _rows(unroll[name]) for name in ("obs", "action")}
+
+
+def _rows(x: Obs) -> Obs:
+    if isinstance(x, dict):
+        return {k: _rows(v) for k, v in x.items()}
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _numpy(x: torch.Tensor) -> Array:
+    array: Array = x.detach().cpu().numpy()
+    return array

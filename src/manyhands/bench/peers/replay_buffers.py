@@ -1,0 +1,247 @@
+"""One library's replay buffers against the clock; prints rows a second of each task as JSON.
+
+    python replay_buffers.py '{"library": "cpprb", "case": "4 floats", "seconds": 0.3}'
+
+Runs in the peers' own virtual environment, and in ours for our own buffers: the same script, the
+same rows, the same clock.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+BATCH, BLOCK = 512, 64
+ALPHA, BETA = 0.6, 0.4
+# case -> shape of an observation, dtype, capacity
+CASES: dict[str, tuple[tuple[int, ...], Any, int]] = {
+    "4 floats": ((4,), np.float32, 1_000_000),
+    "17 floats": ((17,), np.float32, 1_000_000),
+    "4x84x84 bytes": ((4, 84, 84), np.uint8, 10_000),
+}
+Task = Callable[[], Any]
+Tasks = dict[str, tuple[int, Task]]  # name -> rows a call, call
+MISSING: dict[str, str] = {}  # tasks that the library cannot do here, and why
+
+
+def rows(case: str, count: int) -> dict[str, np.ndarray]:
+    shape, dtype, _ = CASES[case]
+    rng = np.random.default_rng(0)
+    observations = (rng.random((2, count, *shape)) * 255).astype(dtype)
+    return {
+        "obs": observations[0],
+        "action": np.zeros(count, np.int64),
+        "reward": np.ones(count, np.float32),
+        "next_obs": observations[1],
+        "terminated": np.zeros(count, bool),
+    }
+
+
+def fill(add: Callable[[], Any], rows_a_call: int, capacity: int) -> None:
+    for _ in range(-(-capacity // rows_a_call)):
+        add()
+
+
+def manyhands(case: str) -> Tasks:
+    from manyhands.data.replay import PrioritizedReplay, Replay
+
+    block, one = rows(case, BLOCK), rows(case, 1)
+    example = {name: column[0] for name, column in block.items()}
+    capacity = CASES[case][2]
+    uniform = Replay(capacity, example)
+    prioritized = PrioritizedReplay(capacity, example, alpha=ALPHA)
+    for replay in (uniform, prioritized):
+        fill(lambda replay=replay: replay.append(block), BLOCK, capacity)  # type: ignore[misc]
+    errors = np.random.default_rng(0).random(BATCH)
+
+    def learn() -> None:
+        batch = prioritized.sample(BATCH, beta=BETA)
+        prioritized.update_priorities(batch.ids, errors)
+
+    return {
+        "add 1": (1, lambda: uniform.append(one)),
+        f"add {BLOCK}": (BLOCK, lambda: uniform.append(block)),
+        "uniform": (BATCH, lambda: uniform.sample(BATCH)),
+        "prioritized": (BATCH, learn),
+    }
+
+
+def manyhands_frames(case: str) -> Tasks:
+    """Frames stored once: what is added is the newest frame of each observation."""
+    from manyhands.data.frames import Frames, FrameStacker
+    from manyhands.data.replay import PrioritizedReplay, Replay
+
+    block = rows(case, BLOCK)
+    example = {name: column[0] for name, column in block.items()}
+    shape, _, capacity = CASES[case]
+    uniform = Replay(capacity, example, frames=Frames())
+    prioritized = PrioritizedReplay(capacity, example, alpha=ALPHA, frames=Frames())
+    none = block["obs"][:0, -1]
+
+    def adder(replay: Replay, count: int) -> Task:
+        stacker = FrameStacker(replay.frames, count, shape[0])
+        frames = np.ascontiguousarray(block["obs"][:count, -1])
+        ended = np.zeros(count, bool)
+        rest = {name: block[name][:count] for name in ("action", "reward", "terminated")}
+        seen = [stacker.start(frames)]
+
+        def add() -> None:
+            reached, now = stacker.step(frames, ended, none)
+            replay.append({"obs": seen[0], "next_obs": reached, **rest})
+            seen[0] = now
+
+        return add
+
+    for replay in (uniform, prioritized):
+        fill(adder(replay, BLOCK), BLOCK, capacity)
+    errors = np.random.default_rng(0).random(BATCH)
+
+    def learn() -> None:
+        batch = prioritized.sample(BATCH, beta=BETA)
+        prioritized.update_priorities(batch.ids, errors)
+
+    return {
+        "uniform": (BATCH, lambda: uniform.sample(BATCH)),
+        "prioritized": (BATCH, learn),
+        f"add {BLOCK}": (BLOCK, adder(uniform, BLOCK)),
+        "add 1": (1, adder(uniform, 1)),
+    }
+
+
+def cpprb(case: str) -> Tasks:
+    from cpprb import PrioritizedReplayBuffer, ReplayBuffer
+
+    shape, dtype, capacity = CASES[case]
+    columns = {
+        "obs": {"shape": shape, "dtype": dtype},
+        "action": {"dtype": np.int64},
+        "reward": {"dtype": np.float32},
+        "next_obs": {"shape": shape, "dtype": dtype},
+        "terminated": {"dtype": bool},
+    }
+    uniform = ReplayBuffer(capacity, columns)
+    prioritized = PrioritizedReplayBuffer(capacity, columns, alpha=ALPHA)
+    block = rows(case, BLOCK)
+    one = {name: column[0] for name, column in block.items()}
+    for replay in (uniform, prioritized):
+        fill(lambda replay=replay: replay.add(**block), BLOCK, capacity)  # type: ignore[misc]
+    errors = np.random.default_rng(0).random(BATCH)
+
+    def learn() -> None:
+        batch = prioritized.sample(BATCH, beta=BETA)
+        prioritized.update_priorities(batch["indexes"], errors)
+
+    return {
+        "add 1": (1, lambda: uniform.add(**one)),
+        f"add {BLOCK}": (BLOCK, lambda: uniform.add(**block)),
+        "uniform": (BATCH, lambda: uniform.sample(BATCH)),
+        "prioritized": (BATCH, learn),
+    }
+
+
+def sb3(case: str) -> Tasks:
+    """Stable-Baselines3 has no prioritized buffer."""
+    from gymnasium import spaces
+    from stable_baselines3.common.buffers import ReplayBuffer
+
+    shape, dtype, capacity = CASES[case]
+    high = 255 if dtype == np.uint8 else np.inf
+    space = spaces.Box(0 if dtype == np.uint8 else -np.inf, high, shape, dtype)
+
+    def adder(envs: int) -> tuple[Any, Task]:
+        replay = ReplayBuffer(capacity, space, spaces.Discrete(2), device="cpu", n_envs=envs,
+                              handle_timeout_termination=False)  # fmt: skip
+        r = rows(case, envs)
+        infos: list[dict[str, Any]] = [{}] * envs
+        action = r["action"][:, None]
+        return replay, lambda: replay.add(
+            r["obs"], r["next_obs"], action, r["reward"], r["terminated"], infos
+        )
+
+    many, add_many = adder(BLOCK)
+    fill(add_many, BLOCK, capacity)
+    _, add_one = adder(1)
+    return {
+        "add 1": (1, add_one),
+        f"add {BLOCK}": (BLOCK, add_many),
+        "uniform": (BATCH, lambda: many.sample(BATCH)),
+    }
+
+
+def torchrl(case: str) -> Tasks:
+    import torch
+    from tensordict import TensorDict
+    from torchrl.data import (
+        LazyTensorStorage,
+        TensorDictPrioritizedReplayBuffer,
+        TensorDictReplayBuffer,
+    )
+
+    capacity = CASES[case][2]
+
+    def tensors(count: int) -> Any:
+        parts = {name: torch.from_numpy(c) for name, c in rows(case, count).items()}
+        return TensorDict(parts, batch_size=[count])
+
+    block, one = tensors(BLOCK), tensors(1)[0]
+    uniform = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=BATCH)
+    fill(lambda: uniform.extend(block), BLOCK, capacity)
+    tasks: Tasks = {
+        "add 1": (1, lambda: uniform.add(one)),
+        f"add {BLOCK}": (BLOCK, lambda: uniform.extend(block)),
+        "uniform": (BATCH, lambda: uniform.sample()),
+    }
+    try:
+        prioritized = TensorDictPrioritizedReplayBuffer(
+            alpha=ALPHA, beta=BETA, storage=LazyTensorStorage(capacity), batch_size=BATCH
+        )
+    except RuntimeError as error:  # its compiled part was built for another torch
+        MISSING["prioritized"] = str(error)
+        return tasks
+    fill(lambda: prioritized.extend(block), BLOCK, capacity)
+    errors = torch.rand(BATCH)
+
+    def learn() -> None:
+        batch = prioritized.sample()
+        prioritized.update_priority(batch["index"], errors)
+
+    return {**tasks, "prioritized": (BATCH, learn)}
+
+
+LIBRARIES: dict[str, Callable[[str], Tasks]] = {
+    "manyhands": manyhands,
+    "manyhands, frames once": manyhands_frames,
+    "cpprb": cpprb,
+    "stable-baselines3": sb3,
+    "torchrl": torchrl,
+}
+
+
+def rate(rows_a_call: int, task: Task, seconds: float) -> float:
+    """Rows a second, after a tenth of the time to warm up."""
+    for length in (seconds / 10, seconds):
+        calls, start = 0, time.perf_counter()
+        while (passed := time.perf_counter() - start) < length:
+            for _ in range(4):
+                task()
+            calls += 4
+    return calls * rows_a_call / passed
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    tasks = LIBRARIES[asked["library"]](asked["case"])
+    rates = {name: rate(*task, asked["seconds"]) for name, task in tasks.items()}
+    package = asked["library"].partition(",")[0]
+    version = importlib.metadata.version(package)
+    print(json.dumps({"rates": rates, "version": version, "missing": MISSING}))
+
+
+if __name__ == "__main__":
+    main()

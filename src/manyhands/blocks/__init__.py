@@ -1,0 +1,1 @@
+"""Parts for your own distributed loop: weight server, gradient server, shared values."""

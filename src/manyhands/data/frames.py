@@ -1,0 +1,179 @@
+"""Image frames stored once, and stacked when they are read.
+
+A stack of four frames shares three with the stack before it and, in a transition, three with the
+stack after: kept whole, every frame lies in memory eight times. Here a frame goes into a ring of
+its own, once, and a transition keeps the tickets of its frames (see ring.py), 8 bytes each.
+
+The tickets of a stack are put together when the frames arrive, by `FrameStacker`: at the start of
+an episode the first frame stands for those before it, so no stack ever reaches over a start, and
+nothing is worked out from positions in the ring, so no stack is mixed up where it wraps around.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from manyhands.data.ring import Ring, build, layout_of
+from manyhands.errors import ConfigError
+from manyhands.trees import Array, Tree
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Which columns of a replay are stacks of frames, and how much room frames have.
+
+    Args:
+        columns: their paths in a row: `("obs", "next_obs")`.
+        capacity: frames kept. None: a tenth more than there are rows. Each step takes one frame,
+            each end of an episode one more; a row whose frames are gone is not drawn any more.
+    """
+
+    columns: tuple[str, ...] = ("obs", "next_obs")
+    capacity: int | None = None
+
+    def room(self, rows: int) -> int:
+        return self.capacity if self.capacity is not None else rows + rows // 10 + 64
+
+
+def make_ring(
+    capacity: int, example: Tree, frames: Frames | None, *, shared: bool, priorities: bool
+) -> Ring:
+    """A plain ring, or one that stacks frames on reading; `example` shows a row as it is read."""
+    if frames is None:
+        return Ring(capacity, example, shared=shared, priorities=priorities)
+    return FramedRing(capacity, example, frames, shared=shared, priorities=priorities)
+
+
+class FramedRing(Ring):
+    """Rows whose frame columns hold tickets [S] when written, and stacks [S, H, W] when read."""
+
+    def __init__(
+        self, capacity: int, example: Tree, frames: Frames, *, shared: bool = False,
+        priorities: bool = False,
+    ) -> None:  # fmt: skip
+        layout = layout_of(example)
+        stacks = {path: (dtype, shape) for path, dtype, shape in layout if path in frames.columns}
+        missing = set(frames.columns) - set(stacks)
+        kinds = {(dtype, tuple(shape)) for dtype, shape in stacks.values()}
+        if missing or len(kinds) != 1:
+            raise ConfigError(
+                f"frames: columns {list(frames.columns)} must all be in the example, with one "
+                f"shape [stack, ...] and dtype; it has {layout}"
+            )
+        dtype, shape = kinds.pop()
+        if len(shape) < 2:
+            raise ConfigError(f"frames: a stack has shape [stack, ...], not {list(shape)}")
+        rows: dict[str, Any] = {}
+        for path, kind, size in layout:
+            ticket = path in stacks
+            rows[path] = np.zeros(shape[0] if ticket else size, np.int64 if ticket else kind)
+        super().__init__(capacity, _nested(rows), shared=shared, priorities=priorities)
+        frame = {"frame": np.zeros(shape[1:], dtype)}
+        self._join(Ring(frames.room(capacity), frame, shared=shared), list(stacks))
+
+    def _join(self, frames: Ring, columns: list[str]) -> None:
+        self.frames, self.stacked = frames, columns
+        self._stacks = {i for i, path in enumerate(self._paths) if path in columns}
+        (self._frame,) = frames.columns
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "frames": self.frames.describe(), "stacked": self.stacked}
+
+    @classmethod
+    def open(cls, description: dict[str, Any]) -> FramedRing:
+        ring = super().open(description)
+        assert isinstance(ring, FramedRing)
+        ring._join(Ring.open(description["frames"]), [str(c) for c in description["stacked"]])
+        return ring
+
+    def room(self, count: int) -> list[Array]:
+        shapes = [
+            ((count, *shape, *self._frame.shape[1:]), self._frame.dtype)
+            if i in self._stacks
+            else ((count, *shape), dtype)
+            for i, (shape, dtype) in enumerate(self._wanted)
+        ]
+        return [self._pool.take(shape, dtype) for shape, dtype in shapes]
+
+    def read(self, tickets: Array, out: list[Array] | None = None) -> tuple[list[Array], Array]:
+        out = self.room(len(tickets)) if out is None else out
+        small = [
+            np.empty((len(tickets), *self._wanted[i][0]), np.int64) if i in self._stacks else to
+            for i, to in enumerate(out)
+        ]
+        _, whole = super().read(tickets, small)
+        oldest = np.full(len(tickets), np.iinfo(np.int64).max)
+        for i in self._stacks:
+            # A torn row may hold any ticket: the remainder keeps the copy within the ring.
+            references = small[i].reshape(-1)
+            self.frames.read(references, [out[i].reshape(-1, *self._frame.shape[1:])])
+            np.minimum(oldest, small[i].min(axis=1), out=oldest)
+        return out, whole & (oldest >= self.frames.first)
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "frames": self.frames.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        self.frames.load_state(state["frames"])
+
+
+class FrameStacker:
+    """The writer's side: frames of several environments in, tickets of their stacks out.
+
+    Args:
+        frames: where frames go: `writer.frames`, or `FramedRing.frames`.
+        num_envs: how many environments step together.
+        stack: frames in a stack.
+    """
+
+    def __init__(self, frames: Any, num_envs: int, stack: int) -> None:
+        self._frames, self.num_envs, self.stack = frames, num_envs, stack
+        self._current = np.zeros((num_envs, stack), np.int64)
+
+    def start(self, frames: Array) -> Array:
+        """All environments begin an episode with these frames [E, ...]; tickets [E, S]."""
+        self._current[:] = self._add(frames)[:, None]
+        return self._current.copy()
+
+    def step(self, frames: Array, ended: Array, finals: Array) -> tuple[Array, Array]:
+        """One step of all environments.
+
+        Args:
+            frames: [E, ...] the newest frame of what the policy sees next: where an episode has
+                ended, the first of the next one.
+            ended: [E] whether the step ended an episode.
+            finals: [K, ...] the last frame of each of those episodes, in order of environment.
+
+        Returns:
+            Tickets [E, S] of the stacks that the step led to, and of those to act on next. They
+            differ where an episode ended.
+        """
+        ended = np.asarray(ended, bool)
+        if len(finals) != np.count_nonzero(ended):
+            raise ConfigError(
+                f"frames: {np.count_nonzero(ended)} episodes ended, but {len(finals)} last frames"
+            )
+        new = self._add(frames)
+        reached = np.concatenate([self._current[:, 1:], new[:, None]], axis=1)
+        self._current = np.where(ended[:, None], new[:, None], reached)
+        if len(finals):
+            reached[ended, -1] = self._add(finals)
+        return reached, self._current.copy()
+
+    def _add(self, frames: Array) -> Array:
+        first = self._frames.append({"frame": frames})
+        return np.arange(first, first + len(frames))
+
+    def state(self) -> dict[str, Any]:
+        return {"current": self._current.copy()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._current = np.array(state["current"])
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    return build(list(flat), list(flat.values()))

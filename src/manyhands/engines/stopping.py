@@ -1,0 +1,137 @@
+"""Stopping by signal: first asked, then told.
+
+The first SIGTERM, SIGUSR1, SIGHUP or Ctrl-C asks: the run ends its update, writes a checkpoint and
+leaves. The second one tells, and so does the deadline: everything ends at once.
+
+    launcher    owns the signals; puts the number of the first on the board (or here, inline)
+    workers     hand a signal of their own on to the board: a job manager may signal every process
+    main worker looks at the board once an update, and tells the others
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from manyhands.engines import process
+from manyhands.engines.shared import Board
+from manyhands.errors import Stopped
+
+SECONDS = 20.0  # from asking to telling; SLURM gives 30 between SIGTERM and SIGKILL
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+STOPPED = 128 + signal.SIGTERM
+
+_asked_here = [0]  # the inline engine: launcher and workers are one process
+_boards: dict[str, Board | None] = {}  # by token; opened once
+
+
+def asked() -> int:
+    """The signal by which this run was asked to stop, 0 if it was not; in the main worker."""
+    board = _board()
+    return _asked_here[0] or (board.stop_word if board is not None else 0)
+
+
+def reason() -> str:
+    """Why the launcher ends this worker, in its words; "" if it has not said."""
+    board = _board()
+    return board.aborted if board is not None else ""
+
+
+def _board() -> Board | None:
+    token = os.environ.get("MANYHANDS_BOARD", "")
+    if token and token not in _boards:
+        _boards[token] = process.open_board(int(os.environ.get("MANYHANDS_SIZE", "1")))
+    return _boards.get(token)
+
+
+def answer_in_worker(board: Board) -> None:
+    """In a worker process of a job that is asked first."""
+
+    def answer(number: int, frame: FrameType | None) -> None:
+        if board.aborted:
+            raise SystemExit(STOPPED)
+        board.ask_stop(number)
+
+    for number in _heard():
+        if number != signal.SIGINT:  # ignored in workers: the launcher alone answers it
+            signal.signal(number, answer)
+
+
+class SoftStop:
+    """`with SoftStop(board): ...` in the launcher; Stopped is raised inside when it is told.
+
+    Without a board the word stays in this process. Outside the main thread, where Python hands out
+    no signals, it does nothing. `through_ray`: SystemExit is raised instead, because Ray's own code
+    lets nothing else through.
+    """
+
+    def __init__(self, board: Board | None = None, *, through_ray: bool = False) -> None:
+        self.asked = 0
+        self.told = False
+        self._board, self._through_ray = board, through_ray
+        self._handlers: dict[int, Any] = {}
+        self._timer: threading.Timer | None = None
+        self._open = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> SoftStop:
+        _asked_here[0] = 0
+        self._open = True
+        if threading.current_thread() is threading.main_thread():
+            for number in _heard():
+                self._handlers[number] = signal.signal(number, self._answer)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:  # so that the deadline cannot strike once the handlers are gone
+            self._open = False
+            if self._timer is not None:
+                self._timer.cancel()
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+        _asked_here[0] = 0
+
+    def _answer(self, number: int, frame: FrameType | None) -> None:
+        first, self.asked = self.asked, self.asked or number
+        if first or not self._open:
+            self.told = True
+            raise SystemExit(128 + self.asked) if self._through_ray else Stopped(self.asked)
+        if self._board is not None:
+            self._board.ask_stop(number)
+        else:
+            _asked_here[0] = number
+        again = "; press again to stop now" if number == signal.SIGINT else ""
+        _say(f"{signal.Signals(number).name}: ends this update and saves{again}")
+        self._timer = threading.Timer(SECONDS, self._strike)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _strike(self) -> None:
+        with self._lock:
+            if self._open:
+                _say(f"the update did not end within {SECONDS:g} s: stops now")
+                os.kill(os.getpid(), self.asked)
+
+
+def graceful(
+    on: bool, board: Board, *, through_ray: bool = False
+) -> contextlib.AbstractContextManager[SoftStop | None]:
+    """A SoftStop for jobs that are asked first; for others the launcher's own handlers stay."""
+    return SoftStop(board, through_ray=through_ray) if on else contextlib.nullcontext()
+
+
+def _heard() -> list[signal.Signals]:
+    """The signals to answer; not SIGHUP where somebody (nohup) has it ignored."""
+    deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in SIGNALS if not (deaf and number == signal.SIGHUP)]
+
+
+def _say(text: str) -> None:
+    # WHY not print: a signal may come while the stream is being written to.
+    with contextlib.suppress(OSError):
+        clear = "\x1b[J" if os.isatty(2) else ""  # what is left of the live view
+        os.write(2, f"\n{clear}manyhands: {text}\n".encode())

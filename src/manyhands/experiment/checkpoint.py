@@ -1,0 +1,282 @@
+"""Checkpoints: complete or absent, whenever the machine stops.
+
+    checkpoints/000000012288/        the environment step, twelve digits
+        state.safetensors            every array, by its path in the state
+        state.json                   the plain values, and where the arrays go
+        manifest.json                format, version, SHA-256 and size of the two, facts of the run
+
+All files are written into a folder `.tmp-...` and forced to the disk, then the folder is renamed,
+then its parent is forced to the disk. Removal goes the other way round. So a folder with digits for
+a name is whole; what is called `.tmp-...` is nobody's and is swept when the run is opened again.
+
+Reading trusts nothing: sizes are bounded, every byte is covered by a checksum, and the content is
+safetensors and JSON, which cannot run code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manyhands import __version__
+from manyhands.errors import ConfigError
+from manyhands.experiment.state_files import pack, unpack
+from manyhands.trees import Array
+
+FORMAT = 1
+FOLDER = "checkpoints"
+ARRAYS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
+KEPT = 2  # newest checkpoints that stay, besides the best
+MAX_JSON, MAX_MANIFEST = 256 << 20, 64 << 10  # bytes
+
+_NAME = re.compile(r"\d{12,}")
+_TEMPORARY, _DAMAGED = ".tmp-", "damaged-"
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be used; the text names the file and the reason."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint, read."""
+
+    path: Path
+    facts: dict[str, Any]  # env_steps, update, mean_return, score, created, manyhands
+    state: Any = field(repr=False)
+
+
+def save(
+    run_dir: str | os.PathLike[str],
+    state: Any,
+    *,
+    env_steps: int,
+    update: int = 0,
+    mean_return: float | None = None,
+    score: float | None = None,
+) -> Path:
+    """Write a checkpoint and remove those that it makes superfluous.
+
+    The best, by `score`, stays; None is not compared (too few episodes to say).
+
+    OSError when the disk refuses: the earlier checkpoints are then as they were, and nothing of
+    this one is left.
+    """
+    from safetensors.numpy import save as to_safetensors
+
+    text, arrays = pack(state)
+    files = {ARRAYS: bytes(to_safetensors(arrays)), STATE: text.encode()}
+    manifest = {
+        "format": FORMAT,
+        "manyhands": __version__,
+        "env_steps": env_steps,
+        "update": update,
+        "mean_return": mean_return,
+        "score": score,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "files": {name: _print_of(data) for name, data in files.items()},
+    }
+    files[MANIFEST] = _manifest_text(manifest)
+    parent = Path(run_dir, FOLDER)
+    parent.mkdir(exist_ok=True)
+    target = parent / f"{env_steps:012d}"
+    temporary = parent / f"{_TEMPORARY}{os.getpid()}-{env_steps}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        for name, data in files.items():
+            _write(temporary / name, data)
+        _force(temporary)
+        if target.exists():  # the same step again: the old one makes room, then goes
+            os.rename(target, parent / f"{_TEMPORARY}{os.getpid()}-{env_steps}-old")
+        os.rename(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    # WHY not retried when it fails: after a failed fsync the kernel calls the pages clean.
+    _force(parent)
+    _prune(parent)
+    return target
+
+
+def newest(
+    run_dir: str | os.PathLike[str], *, tensors: bool = True
+) -> tuple[Checkpoint, list[tuple[Path, str]]]:
+    """The newest checkpoint that is whole, and (folder, reason) of each newer one that is not.
+
+    ConfigError when there is none: a run never starts from scratch unasked. For `tensors` see
+    `state_files.unpack`.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for path in reversed(_folders(Path(run_dir, FOLDER))):
+        try:
+            return load(path, tensors=tensors), damaged
+        except Damaged as fault:
+            damaged.append((path, str(fault)))
+    if not damaged:
+        raise ConfigError(f"{run_dir} holds no checkpoint: there is nothing to go on from")
+    reasons = "\n".join(f"  {reason}" for _, reason in damaged)
+    raise ConfigError(
+        f"no checkpoint of {run_dir} can be used:\n{reasons}\nThe run is not started from scratch; "
+        f"to do that, type: manyhands train --config {Path(run_dir, 'config.toml')}"
+    )
+
+
+def load(path: str | os.PathLike[str], *, tensors: bool = True) -> Checkpoint:
+    """Read one checkpoint; Damaged names what is wrong, ConfigError another format."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load as from_safetensors
+
+    path = Path(path)
+    manifest = _manifest(path)
+    data = {name: _checked(path / name, manifest) for name in (ARRAYS, STATE)}
+    try:
+        arrays: dict[str, Array] = from_safetensors(data[ARRAYS])
+    except (SafetensorError, ValueError, KeyError) as fault:
+        raise Damaged(f"{path / ARRAYS} is not safetensors ({fault})") from None
+    try:
+        state = unpack(data[STATE].decode(), arrays, tensors=tensors)
+    except ValueError as fault:
+        raise Damaged(f"{path / STATE} is not a state ({fault})") from None
+    return Checkpoint(path, {k: v for k, v in manifest.items() if k != "files"}, state)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is kept but never taken for a good one again."""
+    aside = path.with_name(f"{_DAMAGED}{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+    return aside
+
+
+def sweep(run_dir: str | os.PathLike[str]) -> int:
+    """Remove what writers that were killed have left; how many folders that were."""
+    left = [p for p in _entries(Path(run_dir, FOLDER)) if p.name.startswith(_TEMPORARY)]
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+    return len(left)
+
+
+def _prune(parent: Path) -> None:
+    """Keep the last two and the best; also sweeps what an exchanged folder has left."""
+    folders = _folders(parent)
+    scores = {path: _score(path) for path in folders}
+    known = [path for path in folders if scores[path] is not None]
+    best = max(known, key=lambda path: (scores[path], path.name), default=None)
+    for path in folders[:-KEPT]:
+        if path != best:
+            gone = parent / f"{_TEMPORARY}{os.getpid()}-{path.name}-gone"
+            os.rename(path, gone)  # first the name: half a removal must not look like a checkpoint
+            shutil.rmtree(gone, ignore_errors=True)
+    for path in _entries(parent):
+        if path.name.startswith(f"{_TEMPORARY}{os.getpid()}-") and path.name.endswith("-old"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _score(path: Path) -> float | None:
+    with contextlib.suppress(Damaged, ConfigError):
+        score: float | None = _manifest(path)["score"]
+        return score
+    return None
+
+
+def _folders(parent: Path) -> list[Path]:
+    """Checkpoints by step, whatever the clock said when they were made."""
+    found = [p for p in _entries(parent) if _NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def _entries(parent: Path) -> Iterator[Path]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        yield from sorted(parent.iterdir())
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    data = _read(file, MAX_MANIFEST)
+    try:
+        found = json.loads(data)
+        if found["format"] != FORMAT:
+            raise ConfigError(
+                f"{path} is a checkpoint of format {found['format']}, written by manyhands "
+                f"{found.get('manyhands')}; this is manyhands {__version__}, which reads format "
+                f"{FORMAT}: resume with the version that wrote it"
+            )
+        # Every byte counts: what is not exactly as it was written has been changed.
+        whole = data == _manifest_text({k: v for k, v in found.items() if k != "sha256"})
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as fault:
+        raise Damaged(f"{file} is not a manifest ({type(fault).__name__})") from None
+    if not whole:
+        raise Damaged(f"{file} has been changed: its checksum is another")
+    return dict(found)
+
+
+def _checked(file: Path, manifest: Mapping[str, Any]) -> bytes:
+    """The bytes of a file, once they are those that were written."""
+    told = manifest["files"].get(file.name)
+    if told is None:
+        raise Damaged(f"{file} is not in the manifest")
+    data = _read(file, told["size"] if file.name == ARRAYS else min(told["size"], MAX_JSON))
+    if len(data) != told["size"]:
+        raise Damaged(f"{file} has {len(data):,} bytes, and {told['size']:,} were written")
+    if _print_of(data) != told:
+        raise Damaged(f"{file} has been changed: its SHA-256 is not the one in the manifest")
+    return data
+
+
+def _read(file: Path, limit: int) -> bytes:
+    """At most `limit` bytes of a regular file; a link or a pipe is refused, not waited for."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(fd, "rb") as source:
+            facts = os.fstat(fd)
+            if not stat.S_ISREG(facts.st_mode):
+                raise Damaged(f"{file} is not a plain file")
+            if facts.st_size > limit:
+                raise Damaged(f"{file} has {facts.st_size:,} bytes, at most {limit:,} are expected")
+            return source.read()
+    except OSError as error:
+        raise Damaged(f"{file} cannot be read ({error.strerror})") from None
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def _manifest_text(manifest: Mapping[str, Any]) -> bytes:
+    """The manifest with its own checksum; the same facts always give the same bytes."""
+    facts = json.dumps(manifest, sort_keys=True)
+    signed = {**manifest, "sha256": hashlib.sha256(facts.encode()).hexdigest()}
+    return (json.dumps(signed, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _print_of(data: bytes) -> dict[str, Any]:
+    return {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _force(folder: Path) -> None:
+    """The names in a folder to the disk."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

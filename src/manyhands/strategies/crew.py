@@ -1,0 +1,227 @@
+"""What one worker of an asynchronous run needs, whatever its role; the counterpart of Team.
+
+    those that act    envs, policy, a way to send, the newest weights
+    those that learn  the same policy, an inbox, and the ledger: what was done, learned, refused
+
+What travels to a learner is a parcel: a plain dict with who made it (`actor`, `life`, `number`),
+with which policy (`version`), what happened on the way (`steps`, `episodes`, `seen`), and the load
+itself. A last parcel says `bye`. What travels back is the newest weights, with the word to stop.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from manyhands import roles, seeding
+from manyhands.algorithms.base import Algorithm
+from manyhands.algorithms.registry import ALGORITHMS
+from manyhands.config import Experiment
+from manyhands.data.noise import EnvNoise
+from manyhands.engines.base import Channel, WeightStore, Worker, cores
+from manyhands.envs import make_vec
+from manyhands.envs.adapter import VecAdapter
+from manyhands.errors import CollectiveError, WorkerError
+from manyhands.experiment.timing import Phases
+from manyhands.math.running_stats import Moments, RunningStats
+from manyhands.policy import build_model, build_normaliser
+from manyhands.strategies.team import device_of
+
+Parcel = dict[str, Any]
+POLICY, PARCELS = "manyhands: policy", "manyhands: parcels"
+LIVES = 1000  # restarts that one session of a run may have: lives of different sessions differ
+
+
+class Crew:
+    """One worker's place in an asynchronous run."""
+
+    def __init__(self, experiment: Experiment, worker: Worker) -> None:
+        run = experiment.run
+        self.experiment, self.worker = experiment, worker
+        self.roles = roles.of_run(experiment.strategy, run.workers, run.learners, run.reducers)
+        self.rank = worker.place.rank
+        self.part = self.roles.of(self.rank)
+        self.phases = Phases()
+        self.life = int(os.environ.get("MANYHANDS_LIFE", "0"))  # how often it was started again
+        self.session = 0  # how often the run was gone on with
+        self.envs: VecAdapter | None = None
+        self.algorithm = self._algorithm()
+        self.stop = False
+        self._store: WeightStore = worker.weights(POLICY, writer=0)
+        self._newest = 0  # of the store's own count
+        self._number = 0  # parcels sent
+
+    @property
+    def name(self) -> str:
+        return self.roles.name(self.rank)
+
+    @property
+    def acting(self) -> list[int]:
+        """Ranks of those that step environments."""
+        return self.roles.ranks("actor") or self.roles.ranks("worker")
+
+    def _algorithm(self) -> Algorithm:
+        run, options = self.experiment.run, self.experiment.options
+        # To look at the spaces. Where one callable makes all environments, it decides how many.
+        here = run.envs_per_worker if run.env_backend == "vector" else 1
+        look = make_vec(run.env, here, backend=run.env_backend, seed=0, **run.env_kwargs)  # type: ignore[arg-type]
+        self.spaces = look.observation_space, look.action_space
+        look.close()
+        self.normaliser = build_normaliser(self.experiment, self.spaces[0])
+        model = build_model(self.experiment, *self.spaces)
+        acts = self.part.role in ("actor", "worker")
+        device = torch.device("cpu") if acts else device_of(run.device)
+        if not acts and run.engine in ("local", "ray"):  # learners get the cores that are left
+            torch.set_num_threads(max(1, cores() - run.workers + 1))
+        return ALGORITHMS[self.experiment.algorithm](model, options, seed=run.seed, device=device)
+
+    # -- weights -------------------------------------------------------------------------------
+
+    def publish(self, **news: Any) -> None:
+        """The main worker's weights for all, with whatever else they are to know."""
+        if self.rank == 0:
+            tree = {
+                "weights": self.algorithm.flat.data.cpu(),
+                "version": self.algorithm.version,
+                "session": self.session,
+                "normaliser": {k: s.agreed.state() for k, s in self.statistics().items()},
+                "stop": self.stop,
+            }
+            self._store.publish(tree | news)
+
+    def pull(self) -> dict[str, Any] | None:
+        """Take over the newest weights, if there are newer ones; waits for the very first."""
+        wait = self.worker.timeout if self._newest == 0 else None
+        found = self._store.pull(newer_than=self._newest, timeout=wait)
+        if found is None:
+            return None
+        self._newest, news = found
+        self.take(news)
+        return dict(news)
+
+    def take(self, news: dict[str, Any]) -> None:
+        flat, weights = self.algorithm.flat.data, news["weights"]
+        if flat.shape != weights.shape:
+            raise WorkerError(
+                f"{self.name} has a network of {flat.numel():,} parameters, and the weights that "
+                f"came from {self.roles.name(0)} are {weights.numel():,}: both must see the same "
+                "environment and configuration"
+            )
+        flat.copy_(weights)
+        self.algorithm.version, self.session = int(news["version"]), int(news["session"])
+        self.stop = bool(news["stop"])
+        for name, stats in self.statistics().items():
+            own = {f"pending_{k}": v for k, v in stats.pending.state().items()}
+            stats.load_state(news["normaliser"][name] | own)
+
+    def statistics(self) -> dict[str, RunningStats]:
+        parts = {"obs": self.normaliser.obs, "returns": self.normaliser.returns}
+        return {name: stats for name, stats in parts.items() if stats is not None}
+
+    # -- those that act --------------------------------------------------------------------------
+
+    def make_envs(self) -> tuple[VecAdapter, EnvNoise]:
+        """This worker's environments, and the chance in its actions.
+
+        CRUCIAL: a life that follows another, or a session, has a root seed of its own, so that no
+        episode is played twice.
+        """
+        run, here = self.experiment.run, self.experiment.run.envs_per_worker
+        first = here * self.acting.index(self.rank)
+        life = self.session * LIVES + self.life
+        seed = run.seed if life == 0 else seeding.integer(run.seed, "life", life)
+        self.envs = make_vec(
+            run.env,
+            here,
+            backend=run.env_backend,  # type: ignore[arg-type]  # validate.py has checked it
+            seed=seed,
+            worker=self.rank,
+            box_actions=run.box_actions,
+            **run.env_kwargs,
+        )
+        self.envs.number_from(first)
+        self.first_env = first
+        return self.envs, EnvNoise(seed, first, here)
+
+    def send(self, channel: Channel, load: Parcel, *, steps: int, episodes: Any = ()) -> int:
+        """Hand a parcel over; its number. Waits while there is no room."""
+        self._number += 1
+        rows = [[self.first_env + e.env, e.total_return, e.length, self.rank] for e in episodes]
+        seen = {}
+        for name, stats in self.statistics().items():
+            seen[name] = stats.delta()
+            stats.pending = Moments.empty(stats.shape)  # handed over, once
+        parcel = {
+            "actor": self.rank,
+            "life": self.life,
+            "number": self._number,
+            "steps": steps,
+            "episodes": np.array(rows, np.float64).reshape(-1, 4),
+            "seen": seen,
+        }
+        with self.phases("waiting for room"):
+            channel.put(load | parcel)
+        return self._number
+
+    def say_bye(self, *channels: Channel) -> None:
+        """The last parcel, to each that reads; with what this worker has to tell."""
+        told = {"bye": True, "actor": self.rank, "life": self.life, "sent": self._number}
+        for channel in channels:
+            channel.put(told | {"phases": self.phases.totals()})
+
+    def close(self) -> None:
+        if self.envs is not None:
+            self.envs.close()
+
+
+class Inbox:
+    """The parcels that one learner or server gets, in order of arrival."""
+
+    def __init__(self, crew: Crew, channel: Channel, senders: list[int]) -> None:
+        self._crew, self._channel = crew, channel
+        self._room = max(1, crew.experiment.run.queue * len(senders))
+        self._looks, self._waiting = 0, 0.0
+        self.left: dict[int, Parcel] = {}  # the last words of those that have gone
+        self.senders = senders
+
+    def get(self) -> Parcel | None:
+        """The next parcel; None when it was a good-bye."""
+        phases = self._crew.phases
+        with phases("waiting for parcels"):
+            parcel: Parcel = self._channel.get(timeout=self._crew.worker.timeout)
+        if self._looks % 16 == 0:  # a look costs a call on some engines
+            self._waiting += len(self._channel)
+        self._looks += 1
+        if "bye" in parcel:
+            self.left[int(parcel["actor"])] = parcel
+            return None
+        return parcel
+
+    @property
+    def lost(self) -> int:
+        """Parcels of writers that died before these could be read."""
+        return int(getattr(self._channel, "lost", 0))
+
+    @property
+    def fill(self) -> float:
+        """How full the queue was in the mean, from 0 to 1."""
+        looks = -(-self._looks // 16)
+        return min(1.0, self._waiting / self._room / looks) if looks else 0.0
+
+    def drain(self) -> list[Parcel]:
+        """Until everybody has said good-bye: parcels that came too late to be learned from."""
+        late = []
+        while len(self.left) < len(self.senders):
+            try:
+                parcel = self.get()
+            except CollectiveError as error:
+                missing = [self._crew.roles.name(r) for r in self.senders if r not in self.left]
+                raise CollectiveError(
+                    f"the run has ended, but {', '.join(missing)} did not say good-bye: {error}"
+                ) from None
+            if parcel is not None:
+                late.append(parcel)
+        return late

@@ -1,0 +1,176 @@
+"""Replay in one process: frequencies, weights, new rows, stale updates, resuming."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from manyhands.data.replay import PrioritizedReplay, Replay
+from manyhands.errors import ConfigError
+
+EXAMPLE = {"number": np.int64(0), "square": np.float32(0)}
+# 99.99 % of honest draws stay below mean + 4 deviations of a chi-square distribution
+DEVIATIONS = 4.0
+
+
+def rows(first: int, count: int) -> dict:
+    numbers = np.arange(first, first + count)
+    return {"number": numbers, "square": (numbers.astype(np.float32)) ** 2}
+
+
+def chi_square(drawn: np.ndarray, expected: np.ndarray) -> float:
+    """In deviations from what chance would give."""
+    there = expected > 0
+    assert (drawn[~there] == 0).all()
+    statistic = ((drawn[there] - expected[there]) ** 2 / expected[there]).sum()
+    freedom = np.count_nonzero(there) - 1
+    return float((statistic - freedom) / np.sqrt(2 * freedom))
+
+
+def counts(replay: Replay, batches: int, batch: int, size: int) -> np.ndarray:
+    found = np.zeros(size)
+    for _ in range(batches):
+        sample = replay.sample(batch)
+        assert sample.rows["square"].tolist() == (sample.rows["number"] ** 2).tolist()
+        np.add.at(found, sample.rows["number"], 1)
+    return found
+
+
+def test_uniform_draws_are_uniform_also_after_wrapping() -> None:
+    replay = Replay(50, EXAMPLE)
+    replay.append(rows(0, 80))
+    expected = np.where(np.arange(80) >= 30, 20_000 / 50, 0.0)
+    assert chi_square(counts(replay, 100, 200, 80), expected) < DEVIATIONS
+    assert (replay.sample(10).weights == 1.0).all()
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_draws_follow_priorities(batch: int) -> None:
+    replay = PrioritizedReplay(40, EXAMPLE, alpha=0.7, eps=0.0)
+    errors = np.arange(60.0) % 9
+    replay.append(rows(0, 60), errors)
+    p = np.where(np.arange(60) >= 20, errors**0.7, 0.0)
+    drawn = 20_000 // batch * batch
+    found = counts(replay, drawn // batch, batch, 60)
+    # Stratified draws vary less than independent ones, so the test is on the safe side.
+    assert chi_square(found, drawn * p / p.sum()) < DEVIATIONS
+
+
+def test_weights_are_those_of_the_paper() -> None:
+    replay = PrioritizedReplay(100, EXAMPLE, alpha=0.6, eps=0.01)
+    errors = np.random.default_rng(0).normal(size=70)
+    replay.append(rows(0, 70), errors)
+    p = (np.abs(errors) + 0.01) ** 0.6
+    probability = p / p.sum()
+    weights = (70 * probability) ** -0.4
+    weights /= weights.max()
+    batch = replay.sample(64, beta=0.4)
+    numbers = batch.rows["number"]
+    np.testing.assert_allclose(batch.weights, weights[numbers], rtol=1e-6)
+    np.testing.assert_allclose(batch.probabilities, probability[numbers], rtol=1e-9)
+    np.testing.assert_allclose(replay.sample(64, beta=0.0).weights, 1.0)
+
+
+def test_a_new_row_has_the_true_maximum() -> None:
+    """Not that of an earlier day, nor raised to alpha twice."""
+    replay = PrioritizedReplay(10, EXAMPLE, alpha=0.5, eps=0.0)
+    replay.append(rows(0, 1))
+    tree = replay._priorities.tree
+    replay.sample(1)
+    assert tree.values[0] == 1.0  # the first of all
+    replay.append(rows(1, 2), [100.0, 4.0])
+    replay.append(rows(3, 1))
+    batch = replay.sample(8)
+    assert tree.values[3] == 10.0
+    number = np.array([0, 1, 2, 3])
+    replay.update_priorities(number, np.full(4, 9.0))
+    replay.append(rows(4, 1))
+    replay.sample(1)
+    assert tree.values[4] == 3.0  # 100 is no longer there
+    assert (batch.weights <= 1.0).all()
+
+
+def test_rows_with_priority_0_are_not_drawn_unless_all_are() -> None:
+    replay = PrioritizedReplay(10, EXAMPLE, eps=0.0)
+    replay.append(rows(0, 10), [0.0] * 9 + [1.0])
+    assert set(replay.sample(100).rows["number"].tolist()) == {9}
+    replay.update_priorities(replay.sample(1).ids, [0.0])
+    batch = replay.sample(200)
+    assert set(batch.rows["number"].tolist()) == set(range(10))
+    assert (batch.weights == 1.0).all()
+    assert replay.counters["uniform_draws"] == 200
+
+
+def test_stale_updates_are_dropped_after_overwriting_and_after_clear() -> None:
+    replay = PrioritizedReplay(4, EXAMPLE, alpha=1.0, eps=0.0)
+    replay.append(rows(0, 4), [1.0, 1.0, 1.0, 1.0])
+    ids = np.sort(replay.sample(4).ids)
+    replay.append(rows(4, 2), [2.0, 2.0])  # over rows 0 and 1
+    assert replay.update_priorities(ids, np.full(4, 50.0)) == 2
+    tree = replay._priorities.tree
+    assert tree.values.tolist() == [2.0, 2.0, 50.0, 50.0]
+    assert replay.counters["stale_updates"] == 2
+    ids = np.sort(replay.sample(4).ids)
+    replay.clear()
+    replay.append(rows(6, 4), [3.0] * 4)  # the same four slots
+    assert replay.update_priorities(ids, np.full(4, 99.0)) == 4
+    assert tree.values.tolist() == [3.0] * 4
+    assert replay.size == 4
+    assert set(replay.sample(50).rows["number"].tolist()) == {6, 7, 8, 9}
+
+
+def test_the_last_of_two_updates_of_one_row_counts() -> None:
+    replay = PrioritizedReplay(4, EXAMPLE, alpha=1.0, eps=0.0)
+    replay.append(rows(0, 2), [1.0, 1.0])
+    replay.sample(1)
+    assert replay.update_priorities([0, 0, 1], [5.0, -7.0, 2.0]) == 0
+    assert replay._priorities.tree.values[:2].tolist() == [7.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", [Replay, PrioritizedReplay])
+def test_resumed_draws_are_the_same_to_the_bit(kind: type[Replay]) -> None:
+    replay, rng = kind(300, EXAMPLE, seed=5), np.random.default_rng(0)
+
+    def work(one: Replay, chance: np.random.Generator, first: int) -> list:
+        seen = []
+        for i in range(30):
+            one.append(rows(first + 13 * i, 13))
+            batch = one.sample(32)
+            if isinstance(one, PrioritizedReplay):
+                one.update_priorities(batch.ids, chance.normal(size=32))
+            seen.append((batch.ids.tolist(), batch.weights.tolist()))
+        return seen
+
+    work(replay, rng, 0)
+    other = kind(300, EXAMPLE, seed=99)
+    other.load_state(replay.state())
+    assert other.size == replay.size
+    assert work(replay, np.random.default_rng(1), 390) == work(other, np.random.default_rng(1), 390)
+    assert other.counters == replay.counters
+
+
+def test_clear_empties_it_and_it_fills_again() -> None:
+    for replay in (Replay(5, EXAMPLE), PrioritizedReplay(5, EXAMPLE)):
+        replay.append(rows(0, 5))
+        replay.sample(3)
+        replay.clear()
+        assert len(replay) == 0
+        with pytest.raises(ConfigError, match="empty"):
+            replay.sample(1)
+        replay.append(rows(5, 2))
+        assert set(replay.sample(30).rows["number"].tolist()) == {5, 6}
+
+
+def test_bad_input() -> None:
+    replay = PrioritizedReplay(5, EXAMPLE)
+    replay.append(rows(0, 5))
+    with pytest.raises(ConfigError, match="batch of 0"):
+        replay.sample(0)
+    with pytest.raises(ConfigError, match="2 ids, but 1 priorities"):
+        replay.update_priorities([0, 1], [1.0])
+    with pytest.raises(ConfigError, match="finite"):
+        replay.update_priorities([0], [float("nan")])
+    with pytest.raises(ConfigError, match="alpha -1"):
+        PrioritizedReplay(5, EXAMPLE, alpha=-1.0)
+    with pytest.raises(ConfigError, match="cannot take a state"):
+        PrioritizedReplay(6, EXAMPLE).load_state(replay.state())

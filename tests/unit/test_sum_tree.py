@@ -1,0 +1,174 @@
+"""The sum tree against a naive list, for every operation and sizes that are no powers of two."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manyhands.data.sum_tree import SumTree
+from manyhands.errors import ConfigError
+
+SIZES = st.one_of(
+    st.integers(1, 40),
+    st.integers(41, 5000),
+    st.sampled_from([255, 256, 257, 4095, 4096, 4097, 65_536, 65_537, 99_999, 1_000_000]),
+)
+PRIORITY = st.one_of(st.just(0.0), st.floats(1e-6, 1e6))
+
+
+def naive_find(values: list[float], target: float) -> int:
+    running = 0.0
+    for i, value in enumerate(values):
+        running += value
+        if target < running:
+            return i
+    return max(i for i, value in enumerate(values) if value > 0.0)
+
+
+def accepts(values: np.ndarray, target: float, found: int) -> bool:
+    """Whether `found` is right but for rounding in the running sums."""
+    slack = 1e-9 * max(values.sum(), 1e-300)
+    before = values[:found].sum()
+    return values[found] > 0.0 and before - slack <= target <= before + values[found] + slack
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 300), st.data())
+def test_every_operation_against_a_list(size: int, data: st.DataObject) -> None:
+    tree, values = SumTree(size), [0.0] * size
+    for _ in range(data.draw(st.integers(1, 6))):
+        batch = data.draw(
+            st.lists(st.tuples(st.integers(0, size - 1), PRIORITY), min_size=1, max_size=40)
+        )
+        tree.set(np.array([i for i, _ in batch]), np.array([p for _, p in batch]))
+        for i, priority in batch:  # in order: the last one wins
+            values[i] = priority
+        assert tree.values.tolist() == values
+        assert tree.total == pytest.approx(sum(values), rel=1e-12)
+        assert tree.max() == max(values)
+        positive = [v for v in values if v > 0.0]
+        assert tree.min_positive() == (min(positive) if positive else np.inf)
+        some = data.draw(st.lists(st.integers(0, size - 1), max_size=5))
+        assert tree.get(np.array(some, np.int64)).tolist() == [values[i] for i in some]
+        if positive:
+            targets = np.array(data.draw(st.lists(st.floats(0, 1), min_size=1, max_size=20)))
+            targets *= tree.total
+            for target, found in zip(targets, tree.find(targets), strict=True):
+                right = naive_find(values, target)
+                assert found == right or accepts(np.array(values), target, int(found))
+
+
+@settings(max_examples=40, deadline=None)
+@given(SIZES, st.integers(0, 2**32 - 1))
+def test_sizes_up_to_a_million(size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tree, values = SumTree(size), np.zeros(size)
+    for count in (size, 1, int(rng.integers(1, 700)), int(rng.integers(1, 700))):
+        indices = rng.integers(0, size, count)
+        priorities = rng.random(count) * (rng.random(count) < 0.7)
+        tree.set(indices, priorities)
+        values[indices] = priorities
+    np.testing.assert_array_equal(tree.values, values)
+    assert tree.total == pytest.approx(values.sum(), rel=1e-12)
+    assert tree.max() == values.max()
+    if tree.total == 0.0:
+        return
+    assert tree.min_positive() == values[values > 0].min()
+    targets = rng.random(200) * tree.total
+    targets[:2] = 0.0, tree.total  # both ends
+    found = tree.find(targets)
+    assert (values[found] > 0.0).all()
+    running = np.cumsum(values)
+    slack = 1e-9 * tree.total
+    assert (running[found] >= targets - slack).all()
+    assert (running[found] - values[found] <= targets + slack).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 17, 256, 257, 70_000])
+def test_a_batch_of_one(size: int) -> None:
+    tree = SumTree(size)
+    tree.set(np.array([size - 1]), np.array([3.0]))
+    assert tree.find(np.array([0.0])).tolist() == [size - 1]
+    assert tree.find(np.array([2.999])).tolist() == [size - 1]
+    assert (tree.total, tree.max(), tree.min_positive()) == (3.0, 3.0, 3.0)
+
+
+def test_last_of_two_writes_to_one_index_wins_at_any_size() -> None:
+    for size in (1, 5, 1000, 1_000_000):
+        tree = SumTree(size)
+        tree.set(np.array([0, 0, 0]), np.array([5.0, 7.0, 2.0]))
+        assert (tree.values[0], tree.total, tree.max()) == (2.0, 2.0, 2.0)
+
+
+def test_zero_is_never_found() -> None:
+    rng = np.random.default_rng(0)
+    tree = SumTree(100_000)
+    tree.set(np.arange(100_000), np.where(rng.random(100_000) < 0.999, 0.0, 1.0))
+    found = tree.find(rng.random(20_000) * tree.total)
+    assert (tree.values[found] > 0.0).all()
+    assert set(found.tolist()) == set(np.flatnonzero(tree.values).tolist())
+
+
+def test_all_zero_says_so() -> None:
+    tree = SumTree(10)
+    assert (tree.total, tree.max(), tree.min_positive()) == (0.0, 0.0, np.inf)
+    with pytest.raises(ConfigError, match="all priorities are 0"):
+        tree.find(np.array([0.0]))
+
+
+def test_priorities_of_very_unlike_size() -> None:
+    """A tiny priority behind a huge one is lost in rounding; nothing else may go wrong."""
+    tree = SumTree(1000)
+    values = np.where(np.arange(1000) % 2, 1e-300, 1e12)
+    tree.set(np.arange(1000), values)
+    found = tree.find(np.linspace(0.0, 1.0, 5000) * tree.total)
+    assert (values[found] > 0.0).all()
+    assert tree.min_positive() == 1e-300
+
+
+def test_sums_do_not_drift() -> None:
+    """Half a million writes, huge and tiny in turn: the sums are those of a tree built at once."""
+    rng = np.random.default_rng(1)
+    grown = SumTree(50_000)
+    for _ in range(1000):
+        grown.set(rng.integers(0, 50_000, 512), rng.random(512) * 10.0 ** rng.integers(-9, 9))
+    built = SumTree(50_000)
+    built.set(np.arange(50_000), grown.values)
+    assert grown.total == built.total
+    for one, other in zip(grown._levels, built._levels, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_clear_empties_it() -> None:
+    tree = SumTree(300)
+    tree.set(np.arange(300), np.ones(300))
+    tree.clear()
+    assert (tree.total, tree.max(), tree.min_positive()) == (0.0, 0.0, np.inf)
+
+
+@pytest.mark.parametrize(
+    ("indices", "priorities", "words"),
+    [
+        ([0, 1], [1.0], "2 indices, 1 priorities"),
+        ([10], [1.0], "there are 0 to 9"),
+        ([-1], [1.0], "there are 0 to 9"),
+        ([0], [-1.0], "finite number"),
+        ([0, 1], [1.0, float("nan")], "finite number"),
+        ([0], [float("inf")], "finite number"),
+    ],
+)
+def test_bad_input_is_refused_and_changes_nothing(
+    indices: list[int], priorities: list[float], words: str
+) -> None:
+    tree = SumTree(10)
+    tree.set(np.arange(10), np.ones(10))
+    with pytest.raises(ConfigError, match=words):
+        tree.set(np.array(indices), np.array(priorities))
+    assert tree.values.tolist() == [1.0] * 10
+
+
+def test_no_capacity_is_refused() -> None:
+    with pytest.raises(ConfigError, match="capacity 0"):
+        SumTree(0)
