@@ -15,12 +15,15 @@ _RUN_SECONDS = 600.0  # the longest that one run may take
 _INSTALL_SECONDS = 1200.0
 
 
-def python_with(packages: dict[str, str], name: str, folder: str | None = None) -> Path:
-    """An interpreter that has those packages (name to import -> name to install).
+def python_with(packages: dict[str, list[str]], name: str, folder: str | None = None) -> Path:
+    """An interpreter that has those packages (name to import -> what to install).
 
-    It is made when there is none, with this environment's own torch version: the peers then compute
-    with the same kernels as we do. SupportError says why it cannot be.
+    It is made when there is none, with this environment's own torch version unless another is
+    named: the peers then compute with the same kernels as we do. SupportError says why it cannot be.
     """
+    wanted = [requirement for group in packages.values() for requirement in group]
+    if not any(requirement.startswith("torch==") for requirement in wanted):
+        wanted.append(f"torch=={version('torch')}")
     home = Path(folder) if folder else cache_folder(name)
     python = home.absolute() / "bin" / "python"
     if _imports(python, list(packages)):
@@ -28,9 +31,8 @@ def python_with(packages: dict[str, str], name: str, folder: str | None = None) 
     if home.exists() and any(home.iterdir()) and not (home / _MARK).exists():
         raise SupportError(
             f"{home} is not empty and holds no virtual environment with "
-            f"{', '.join(packages.values())}; type: --peer-venv with a new folder"
+            f"{' '.join(wanted)}; name a new folder"
         )
-    wanted = [*packages.values(), f"torch=={version('torch')}"]
     print(f"making a virtual environment in {home} and installing {' '.join(wanted)} (minutes)")
     sys.stdout.flush()
     try:

@@ -35,7 +35,9 @@ from manyhands.data.sharded_replay import ShardedReplay
 from manyhands.errors import ConfigError, SupportError, WorkerError
 
 _SCRIPT = Path(__file__).parent / "peers" / "replay_buffers.py"
-PACKAGES = {"cpprb": "cpprb", "stable_baselines3": "stable-baselines3", "torchrl": "torchrl"}
+PACKAGES = {"cpprb": ["cpprb"], "stable_baselines3": ["stable-baselines3"]}
+# The compiled part of a TorchRL release loads with one torch release only.
+TORCHRL = {"torchrl._torchrl": ["torchrl==0.14.1", "torch==2.14.1"]}
 OURS = [name for name in LIBRARIES if name.startswith("manyhands")]
 TASKS = ("add 1", "add 64", "uniform", "prioritized")
 
@@ -56,7 +58,8 @@ def add_options(parser: ArgumentParser) -> None:
         metavar="S",
         help="length of each task in each round (default: %(default)s)",
     )
-    parser.add_argument("--peer-venv", metavar="DIR", help="the peers' virtual environment")
+    parser.add_argument("--peer-venv", metavar="DIR", help="with cpprb and stable-baselines3")
+    parser.add_argument("--torchrl-venv", metavar="DIR", help="with TorchRL, and its own torch")
     parser.add_argument("--no-peer", action="store_true", help="measure our own buffers only")
     parser.add_argument("--no-apex", action="store_true", help="leave out the second part")
 
@@ -74,15 +77,19 @@ def measure(options: Namespace) -> dict[str, Any]:
         "missing": {},
         "versions": {},
     }
-    pythons = {name: sys.executable for name in OURS}
-    try:
-        if options.no_peer:
-            raise SupportError("not asked for")
-        peers = str(python_with(PACKAGES, "replay", options.peer_venv))
-        pythons |= {name: peers for name in LIBRARIES if name not in OURS}
-    except SupportError as error:
-        facts["missing"]["peers"] = str(error)
-        print(f"going on without the peers: {error}", flush=True)
+    pythons = dict.fromkeys(OURS, sys.executable)
+    for names, packages, folder in (
+        (("cpprb", "stable-baselines3"), PACKAGES, options.peer_venv),
+        (("torchrl",), TORCHRL, options.torchrl_venv),
+    ):
+        try:
+            if options.no_peer:
+                raise SupportError("not asked for")
+            python = str(python_with(packages, f"replay-{names[0]}", folder))
+            pythons |= dict.fromkeys(names, python)
+        except SupportError as error:
+            facts["missing"][" and ".join(names)] = str(error)
+            print(f"going on without {' and '.join(names)}: {error}", flush=True)
     facts["rates"] = _take_turns(pythons, options, facts)
     facts["apex"] = {} if options.no_apex else apex(options.repeats, 4 * options.seconds)
     facts["claims"] = [c.facts for c in [*claims(facts["rates"]), *apex_claims(facts["apex"])]]
@@ -124,8 +131,12 @@ def _take_turns(
 
 def _run(python: str, library: str, case: str, seconds: float) -> dict[str, Any]:
     asked = json.dumps({"library": library, "case": case, "seconds": seconds})
-    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    printed = output_of([python, str(_SCRIPT), asked], **one_thread)
+    printed = output_of(
+        [python, str(_SCRIPT), asked],
+        OMP_NUM_THREADS="1",
+        OPENBLAS_NUM_THREADS="1",
+        MKL_NUM_THREADS="1",
+    )
     run: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return run
 
@@ -158,9 +169,8 @@ def apex(repeats: int, seconds: float) -> dict[str, Any]:
     replay = ShardedReplay(
         example, shards=ACTORS, capacity=CAPACITY, batch_size=BATCH, frames=Frames()
     )
-    at_once(replay, adds=0.0, samples=None, seconds=2.0)  # fills it, and touches the memory
-    while replay.all_size < CAPACITY // 2:
-        at_once(replay, adds=0.0, samples=None, seconds=2.0)
+    # Fills it, and touches the memory: first use of a page costs more than the copy.
+    at_once(replay, adds=1e9, samples=None, seconds=4.0)
     settings: dict[str, tuple[float | None, float | None]] = {
         "both at the paper's rate": (ADDS, SAMPLES),
         "drawing alone": (None, 0.0),

@@ -115,7 +115,7 @@ def manyhands_frames(case: str) -> Tasks:
 
 
 def cpprb(case: str) -> Tasks:
-    from cpprb import PrioritizedReplayBuffer, ReplayBuffer
+    from cpprb import PrioritizedReplayBuffer, ReplayBuffer  # type: ignore[import-not-found]
 
     shape, dtype, capacity = CASES[case]
     columns = {
@@ -148,7 +148,7 @@ def cpprb(case: str) -> Tasks:
 def sb3(case: str) -> Tasks:
     """Stable-Baselines3 has no prioritized buffer."""
     from gymnasium import spaces
-    from stable_baselines3.common.buffers import ReplayBuffer
+    from stable_baselines3.common.buffers import ReplayBuffer  # type: ignore[import-not-found]
 
     shape, dtype, capacity = CASES[case]
     high = 255 if dtype == np.uint8 else np.inf
@@ -176,8 +176,8 @@ def sb3(case: str) -> Tasks:
 
 def torchrl(case: str) -> Tasks:
     import torch
-    from tensordict import TensorDict
-    from torchrl.data import (
+    from tensordict import TensorDict  # type: ignore[import-not-found]
+    from torchrl.data import (  # type: ignore[import-not-found]
         LazyTensorStorage,
         TensorDictPrioritizedReplayBuffer,
         TensorDictReplayBuffer,
