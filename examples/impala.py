@@ -10,88 +10,84 @@ import argparse
 import random
 
 import gymnasium
-import manyhands as mh
 import torch
-from manyhands.math.vtrace import vtrace
 from torch import nn
 from torch.distributions import Categorical
 
+import manyhands as mh
+from manyhands.math.vtrace import vtrace
 
-def network(outputs):
-    layers = [nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, outputs)]
-    return nn.Sequential(*layers)
+
+class Network(nn.Sequential):
+    def __init__(self, inputs, outputs):
+        hidden = [nn.Linear(inputs, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU()]
+        super().__init__(*hidden, nn.Linear(16, outputs))
+
+
+class Actor(Network):
+    def forward(self, state, action=None):
+        dist = Categorical(logits=super().forward(state))
+        action = dist.sample() if action is None else action
+        return action, dist.log_prob(action)
+
+
+def loss_of(e):
+    n, seen = len(e["logp"]), torch.cat([e["states"], e["final"][None]])
+    values, (_, logp) = critic(seen).squeeze(-1), actor(e["states"], e["actions"])
+    last = torch.arange(n)[:, None] == n - 1  # an episode cut off by the clock would have gone on
+    ends = last & e["terminated"], last & (not e["terminated"])
+    columns = (e["logp"], logp, torch.ones(n), values[:-1], values[1:])
+    targets, advantages = vtrace(*(c.detach()[:, None] for c in columns), *ends, discounts=0.99)
+    return 0.5 * (values[:-1] - targets[:, 0]).square().sum() - (logp * advantages[:, 0]).sum()
 
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--max-episodes", type=int, default=500)
-parser.add_argument("--updates", type=int, default=20, help="of a learner for each episode it gets")
-parser.add_argument("--learning-rate", type=float, default=1e-3)
 args = parser.parse_args()
-
 par = mh.Parallel()
 par.seed(args.seed)
-actor, critic = network(2), network(1)
-learner_ranks = par.roles.ranks("learner")
-policy = par.weight_server("policy", [actor, critic], owner=learner_ranks[0], sync="manual")
-episodes = [par.channel(f"episodes {r}", reader=r, capacity=1) for r in learner_ranks]
+actor, critic = Actor(4, 2), Network(4, 1)
+mh.check_actor(actor, torch.zeros(1, 4))
+actors, learners = par.roles.counts["actor"], par.roles.ranks("learner")
+policy = par.weight_server("policy", [actor, critic], owner=learners[0], sync="manual")
+inboxes = [par.channel(f"episodes {r}", reader=r, capacity=1) for r in learners]
 solved_by = par.values("solved by")
 
-
-def act():
+if par.role == "actor":
     env = gymnasium.make("CartPole-v0")
-    smoothed, solved, episode = 0.0, 0, 0
-    while episode < args.max_episodes and not solved_by.keys():
+    smoothed, above, episode = 0.0, 0, 0
+    while episode < args.max_episodes and solved_by.get("actor") is None:
         policy.pull()
-        steps, (state, _) = [], env.reset(seed=args.seed * 9999 + par.rank * 999 + episode)
+        rows, (state, _) = [], env.reset(seed=args.seed * 9999 + par.rank * 999 + episode)
         terminated = truncated = False
         while not (terminated or truncated):
             with torch.no_grad():
-                choice = Categorical(logits=actor(torch.as_tensor(state)))
-            action = choice.sample()
-            after, reward, terminated, truncated, _ = env.step(action.item())
-            steps.append((state, action.item(), choice.log_prob(action).item(), float(reward)))
-            state = after
-        states, actions, logp, rewards = (torch.as_tensor(x) for x in map(list, zip(*steps)))
-        sent = {"states": states, "actions": actions, "logp": logp, "rewards": rewards}
-        sent |= {"final": torch.as_tensor(state), "terminated": terminated}
-        episodes[(par.role_rank + episode) % len(episodes)].put(sent)  # to the learners in turn
-        episode += 1
-        smoothed = 0.9 * smoothed + 0.1 * len(steps)
-        solved = solved + 1 if smoothed > 190 else 0
-        if solved >= 5 and solved_by.swap("actor", None, par.role_rank):
+                rows.append((torch.as_tensor(state), *actor(torch.as_tensor(state))))
+            state, _, terminated, truncated, _ = env.step(rows[-1][1].item())
+        sent = dict(zip(("states", "actions", "logp"), map(torch.stack, zip(*rows))))  # noqa: B905
+        sent |= {"terminated": terminated, "final": torch.as_tensor(state)}
+        inboxes[(par.role_rank + episode) % len(inboxes)].put(sent)  # to the learners in turn
+        episode, smoothed = episode + 1, 0.9 * smoothed + 0.1 * len(rows)
+        above = above + 1 if smoothed > 190 else 0
+        if above >= 5 and solved_by.swap("actor", None, par.role_rank):
             print(f"solved by actor {par.role_rank} in episode {episode}")
-    for channel in episodes:
-        channel.put("bye")
-
-
-def loss_of(e):
-    seen, n = torch.cat([e["states"], e["final"][None]]), len(e["rewards"])
-    values, choice = critic(seen).squeeze(-1), Categorical(logits=actor(e["states"]))
-    logp, last = choice.log_prob(e["actions"]), torch.arange(n)[:, None] == n - 1
-    over, cut = last & e["terminated"], last & (not e["terminated"])
-    columns = (e["logp"], logp, e["rewards"], values[:-1], values[1:])
-    v, advantage = vtrace(*(c.detach().view(n, 1) for c in columns), over, cut, discounts=0.99)
-    return 0.5 * (values[:-1] - v[:, 0]).square().sum() - (logp * advantage[:, 0]).sum()
-
-
-def learn():
-    learners, replay, left = par.group_of("learner"), [], 0
-    optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], args.learning_rate)
-    policy.pull()
-    while not learners.all(left == par.roles.counts["actor"]):
-        got = episodes[par.role_rank].get() if left < par.roles.counts["actor"] else "bye"
-        left, replay = left + (got == "bye"), replay if got == "bye" else [*replay, got]
-        for _ in range(args.updates):
+    for inbox in inboxes:
+        inbox.put("bye")
+else:
+    group, replay, left = par.group_of("learner"), [], 0
+    parameters = [*actor.parameters(), *critic.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=2e-3)
+    while not group.all(left == actors):
+        got = inboxes[par.role_rank].get() if left < actors else None
+        left += got == "bye"
+        replay += [got] if isinstance(got, dict) else []
+        for _ in range(20):
             batch = random.sample(replay, min(2, len(replay)))
-            rows = sum(len(e["rewards"]) for e in batch)
             optimizer.zero_grad()
-            (sum(loss_of(e) for e in batch) / rows).backward()
-            par.average_gradients([*actor.parameters(), *critic.parameters()], group=learners)
+            (sum(loss_of(e) for e in batch) / sum(len(e["logp"]) for e in batch)).backward()
+            par.average_gradients(parameters, group=group)
             optimizer.step()
-        if par.rank == learner_ranks[0]:
+        if par.rank == learners[0]:
             policy.push()
-
-
-act() if par.role == "actor" else learn()
 par.barrier()  # whoever serves stays until all have been served

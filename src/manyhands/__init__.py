@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 from manyhands.gymnasium_ids import register_with_gymnasium
 
 if TYPE_CHECKING:
+    from manyhands.blocks.checks import check_actor
+    from manyhands.blocks.gradients import GradientServer
+    from manyhands.blocks.values import SharedValues
+    from manyhands.blocks.weights import WeightServer
     from manyhands.engines.launch import launch
     from manyhands.errors import (
         CollectiveError,
@@ -29,6 +33,10 @@ register_with_gymnasium()  # never imports it: waits until somebody does
 
 _WHERE = {
     "Parallel": "manyhands.parallel",
+    "WeightServer": "manyhands.blocks.weights",
+    "GradientServer": "manyhands.blocks.gradients",
+    "SharedValues": "manyhands.blocks.values",
+    "check_actor": "manyhands.blocks.checks",
     "launch": "manyhands.engines.launch",
     "train": "manyhands.run",
     "resume": "manyhands.run",
@@ -42,11 +50,15 @@ _WHERE = {
 __all__ = [
     "CollectiveError",
     "ConfigError",
+    "GradientServer",
     "ManyhandsError",
     "Parallel",
+    "SharedValues",
     "SupportError",
+    "WeightServer",
     "WorkerError",
     "__version__",
+    "check_actor",
     "launch",
     "load",
     "resume",

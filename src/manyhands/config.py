@@ -83,8 +83,9 @@ class RunConfig:
     """Handed to the environment when it is made."""
     normalize_observations: bool = False
     """Bring observations to mean 0 and deviation 1, with statistics of all workers."""
-    normalize_rewards: bool = False
-    """Divide rewards by the deviation of the discounted return."""
+    normalize_rewards: bool | None = None
+    """Divide rewards by the deviation of the discounted return (left out: yes for a2c, ppo and
+    trpo)."""
     box_actions: Literal["clip", "scale"] = "clip"
     """Continuous actions: cut to the bounds, or scale [-1, 1] to them."""
     hidden: tuple[int, ...] = (64, 64)
@@ -303,6 +304,11 @@ def help_of(cls: type[Any]) -> dict[str, str]:
     return found
 
 
+def usual(options: type[Any], name: str) -> bool:
+    """What a switch of the run is set to when an algorithm has its own usual setting for it."""
+    return bool(getattr(options, name.upper(), False))
+
+
 def _plain_fields(config: Any) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in names_of(type(config))}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
@@ -332,6 +338,8 @@ def _assemble(
     run = RunConfig(**parts[0])
     if run.rollout_length == 0:
         run = dataclasses.replace(run, rollout_length=getattr(options, "ROLLOUT_LENGTH", 256))
+    if run.normalize_rewards is None:
+        run = dataclasses.replace(run, normalize_rewards=usual(options, "normalize_rewards"))
     if algorithm == "impala" and not run.strategy:  # who acts decides what a batch is
         run = dataclasses.replace(run, strategy=default_strategy(algorithm, run.workers))
     return Experiment(algorithm, run, options(**parts[1]))

@@ -47,7 +47,7 @@ def build_normaliser(experiment: Experiment, observation_space: Any) -> Normalis
     return Normaliser(
         observation_space,
         run.normalize_observations,
-        run.normalize_rewards,
+        bool(run.normalize_rewards),
         experiment.options.gamma,
     )
 

@@ -92,7 +92,8 @@ option_values = st.fixed_dictionaries(
 @settings(max_examples=80, deadline=None)
 @given(run=run_values, options=option_values)
 def test_round_trips(run: dict[str, Any], options: dict[str, Any], tmp_path_factory: Any) -> None:
-    run = {"rollout_length": 7, **run}  # 0 would be replaced by what suits the algorithm
+    # What is left open would be replaced by what suits the algorithm.
+    run = {"rollout_length": 7, "normalize_rewards": True, **run}
     experiment = Experiment("ppo", RunConfig(**run), Dummy(**options))
     path = tmp_path_factory.getbasetemp() / "round.toml"
     with pytest.MonkeyPatch.context() as patch:
@@ -107,6 +108,13 @@ def test_round_trips(run: dict[str, Any], options: dict[str, Any], tmp_path_fact
 @given(st.dictionaries(plain_text, plain_values, max_size=4))
 def test_toml_text_is_read_back(data: dict[str, Any]) -> None:
     assert tomllib.loads(to_toml({"table": data}))["table"] == data
+
+
+def test_what_is_left_open_depends_on_the_algorithm() -> None:
+    assert build("ppo", env="X").run.normalize_rewards is True
+    assert build("ppo", env="X", normalize_rewards=False).run.normalize_rewards is False
+    assert build("a2c", env="X").run.rollout_length == 8
+    assert build("trpo", env="X").run.rollout_length == 256
 
 
 @pytest.mark.usefixtures("dummy")
@@ -127,7 +135,7 @@ def test_what_people_write_is_understood() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"learning_rat": 1}, "no option 'learning_rat'; did you mean learning_rate?"),
+        ({"learning_rat": 1}, "no option 'learning_rat'; did you mean learning_rate"),
         ({"numenvs": 1}, "did you mean num_envs"),
         ({"steps": "many"}, "steps='many': a whole number is expected"),
         ({"steps": 1.5}, "steps=1.5: a whole number is expected"),

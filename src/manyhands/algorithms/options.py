@@ -7,12 +7,13 @@ its import takes a second.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 
 @dataclass(frozen=True)
 class A2CConfig:
     ROLLOUT_LENGTH: ClassVar[int] = 8
+    NORMALIZE_REWARDS: ClassVar[bool] = True
 
     learning_rate: float | str = "linear:2e-3"
     """Step size; a number, or a schedule over the run such as linear:2e-3 (down to 0)."""
@@ -35,6 +36,7 @@ class A2CConfig:
 @dataclass(frozen=True)
 class PPOConfig:
     ROLLOUT_LENGTH: ClassVar[int] = 256
+    NORMALIZE_REWARDS: ClassVar[bool] = True
 
     learning_rate: float | str = "linear:1e-3"
     """Step size; a number, or a schedule over the run such as linear:1e-3 (down to 0)."""
@@ -67,6 +69,7 @@ class PPOConfig:
 @dataclass(frozen=True)
 class TRPOConfig:
     ROLLOUT_LENGTH: ClassVar[int] = 256
+    NORMALIZE_REWARDS: ClassVar[bool] = True
 
     max_kl: float = 0.01
     """Radius of the trust region: KL between the policies before and after an update."""
@@ -126,9 +129,98 @@ class IMPALAConfig:
     """With replay: how much of a batch, from 0 to 1, comes from there."""
 
 
+@dataclass(frozen=True)
+class ReplayConfig:
+    """What every algorithm that learns from a replay is set by."""
+
+    ROLLOUT_LENGTH: ClassVar[int] = 32  # steps of each environment between two records of metrics
+
+    learning_rate: float | str = 1e-3
+    """Step size of the Q function; a number, or a schedule over the run such as linear:1e-3."""
+    gamma: float = 0.99
+    """Discount."""
+    n_step: int = 3
+    """Rewards that are added up before the target network is asked."""
+    batch_size: int = 64
+    """Rows of one gradient step, of all learners together."""
+    replay_size: int = 50_000
+    """Transitions that are kept, of all actors together."""
+    learning_starts: int = 1_000
+    """Transitions that must be there before the first gradient step."""
+    updates_per_step: float = 0.5
+    """Gradient steps for each environment step. With apex it is held within bounds: a learner or
+    actors that are too fast for each other wait."""
+    prioritized: bool = True
+    """Draw transitions in proportion to their TD error, instead of all alike."""
+    priority_alpha: float = 0.6
+    """How much the TD error counts for the draw; 0 is uniform."""
+    priority_epsilon: float = 0.01
+    """Added to every TD error, so that no transition is lost from sight."""
+    beta: float | str = "linear:0.4:1"
+    """How far importance weights correct for the uneven draw, from 0 to 1; a number or a
+    schedule."""
+    target_every: int = 0
+    """Gradient steps between copies to the target network; 0: it moves a little after each, by
+    target_tau."""
+    target_tau: float = 0.005
+    """How far the target network moves towards the network after each gradient step."""
+    huber: float = 1.0
+    """TD errors count quadratically up to this, linearly beyond; 0: quadratically always."""
+    max_grad_norm: float = 10.0
+    """Gradients longer than this are shortened to it."""
+    adam_epsilon: float = 1e-5
+    """Adam's epsilon."""
+    checkpoint_replay: bool = False
+    """Save the replay with every checkpoint: a resumed run then goes on exactly. Without, it fills
+    a new one first."""
+    pull_every: int = 16
+    """With apex: steps of each environment between two looks for newer weights."""
+    prefetch: int = 2
+    """With apex: batches that are put together while the learner learns; none on inline."""
+    lost_shard: Literal["keep", "drop"] = "keep"
+    """With apex: what becomes of the transitions of an actor that was lost."""
+
+
+@dataclass(frozen=True)
+class DQNConfig(ReplayConfig):
+    double: bool = True
+    """The network chooses the next action and the target network values it."""
+    dueling: bool = False
+    """The network gives the value of a state and the advantage of each action apart."""
+    epsilon: float = 1.0
+    """Probability of a random action at the start; with several environments of the first one."""
+    epsilon_final: float = 0.05
+    """The same, once epsilon_steps have been made."""
+    epsilon_steps: int = 10_000
+    """Environment steps over which it falls, in a straight line."""
+    ladder_alpha: float = 7.0
+    """Environment i of N explores with epsilon ** (1 + ladder_alpha * i / (N - 1)); 0: all
+    alike."""
+
+
+@dataclass(frozen=True)
+class DDPGConfig(ReplayConfig):
+    policy_learning_rate: float | str = 1e-3
+    """Step size of the policy; a number, or a schedule over the run."""
+    noise_kind: Literal["normal", "ou", "clipped"] = "normal"
+    """Noise of the actions: independent, a walk that is pulled back (ou), or independent and
+    cut."""
+    noise: float = 0.1
+    """Its deviation, in parts of half the range of actions; with several environments of the first
+    one."""
+    noise_spread: float = 1.0
+    """The last environment's noise as a share of the first one's; those between lie between."""
+    noise_clip: float = 2.0
+    """With noise_kind=clipped: deviations at which it is cut."""
+    ou_theta: float = 0.15
+    """With noise_kind=ou: how strongly the walk is pulled back."""
+
+
 CONFIGS: dict[str, type[Any]] = {
     "a2c": A2CConfig,
     "ppo": PPOConfig,
     "trpo": TRPOConfig,
     "impala": IMPALAConfig,
+    "dqn": DQNConfig,
+    "ddpg": DDPGConfig,
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from manyhands.algorithms.a2c import A2C
 from manyhands.algorithms.base import Algorithm
+from manyhands.algorithms.ddpg import DDPG
+from manyhands.algorithms.dqn import DQN
 from manyhands.algorithms.impala import IMPALA
 from manyhands.algorithms.ppo import PPO
 from manyhands.algorithms.trpo import TRPO
@@ -13,4 +15,6 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "ppo": PPO,
     "trpo": TRPO,
     "impala": IMPALA,
+    "dqn": DQN,
+    "ddpg": DDPG,
 }

@@ -19,7 +19,7 @@ def python_with(packages: dict[str, list[str]], name: str, folder: str | None = 
     """An interpreter that has those packages (name to import -> what to install).
 
     It is made when there is none, with this environment's own torch version unless another is
-    named: the peers then compute with the same kernels as we do. SupportError says why it cannot be.
+    named: the peers then compute with the same kernels as we do. SupportError says why not.
     """
     wanted = [requirement for group in packages.values() for requirement in group]
     if not any(requirement.startswith("torch==") for requirement in wanted):

@@ -22,6 +22,7 @@ from manyhands.config import (
     names_of,
     nearest,
     options_class,
+    usual,
 )
 from manyhands.errors import ConfigError
 
@@ -160,7 +161,7 @@ def _options(algorithm: str, base: Experiment | None) -> type[Any]:
     own = options_class(algorithm)
     run = base.run if base else None
     groups = [
-        (name, _group(name, RunConfig, fields, run, _GROUP_HELP[name]))
+        (name, _group(name, RunConfig, fields, run, _GROUP_HELP[name], own))
         for name, fields in GROUPS.items()
     ]
     what = f"What {algorithm} itself is set by."
@@ -169,7 +170,12 @@ def _options(algorithm: str, base: Experiment | None) -> type[Any]:
 
 
 def _group(
-    title: str, cls: type[Any], names: tuple[str, ...], values: Any, description: str
+    title: str,
+    cls: type[Any],
+    names: tuple[str, ...],
+    values: Any,
+    description: str,
+    algorithm: type[Any] | None = None,
 ) -> type[Any]:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints, texts = hints_of(cls), help_of(cls)
@@ -177,6 +183,8 @@ def _group(
     for name in names:
         kind, flag = _flag_type(hints[name]), _flag(name, texts.get(name, ""), values)
         default = _default(fields[name], values)
+        if default is None and kind is bool:
+            default = usual(algorithm or cls, name)
         # A factory also for plain values: dataclasses refuse a dict as a default.
         rest = () if default is MISSING else (field(default_factory=_always(default)),)
         rows.append((name, Annotated[kind, flag], *rest))
@@ -219,6 +227,8 @@ def _flag_type(hint: Any) -> Any:
         return _read_by("N", 1, lambda words: whole_number(words[0]))
     if float in get_args(hint) and str in get_args(hint):
         return _read_by("X|SCHEDULE", 1, lambda words: _number_or_text(words[0]))
+    if hint == bool | None:
+        return bool  # a pair of flags; what it is when left out depends on the algorithm
     if get_origin(hint) is dict:
         return _read_by("[NAME=VALUE ...]", "*", table_of)
     return hint

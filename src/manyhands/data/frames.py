@@ -136,8 +136,8 @@ class FrameStacker:
 
     def start(self, frames: Array) -> Array:
         """All environments begin an episode with these frames [E, ...]; tickets [E, S]."""
-        self._current[:] = self._add(frames)[:, None]
-        return self._current.copy()
+        self._current = np.repeat(self._add(frames)[:, None], self.stack, axis=1)
+        return self._current
 
     def step(self, frames: Array, ended: Array, finals: Array) -> tuple[Array, Array]:
         """One step of all environments.
@@ -150,19 +150,22 @@ class FrameStacker:
 
         Returns:
             Tickets [E, S] of the stacks that the step led to, and of those to act on next. They
-            differ where an episode ended.
+            differ where an episode ended. Do not change them: the next step builds on them.
         """
-        ended = np.asarray(ended, bool)
-        if len(finals) != np.count_nonzero(ended):
-            raise ConfigError(
-                f"frames: {np.count_nonzero(ended)} episodes ended, but {len(finals)} last frames"
-            )
+        ends = int(np.count_nonzero(ended))
+        if len(finals) != ends:
+            raise ConfigError(f"frames: {ends} episodes ended, but {len(finals)} last frames")
         new = self._add(frames)
-        reached = np.concatenate([self._current[:, 1:], new[:, None]], axis=1)
-        self._current = np.where(ended[:, None], new[:, None], reached)
-        if len(finals):
-            reached[ended, -1] = self._add(finals)
-        return reached, self._current.copy()
+        reached = np.empty((self.num_envs, self.stack), np.int64)
+        reached[:, :-1] = self._current[:, 1:]
+        reached[:, -1] = new
+        self._current = reached
+        if ends:
+            which = np.flatnonzero(ended)
+            self._current = reached.copy()
+            self._current[which] = new[which, None]
+            reached[which, -1] = self._add(finals)
+        return reached, self._current
 
     def _add(self, frames: Array) -> Array:
         first = self._frames.append({"frame": frames})

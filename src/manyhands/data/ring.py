@@ -17,8 +17,13 @@ that were never written, and nothing that blocks.
 from __future__ import annotations
 
 import math
+import platform
 import secrets
 import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import attrgetter, itemgetter, setitem
 from typing import Any
 
 import numpy as np
@@ -32,10 +37,13 @@ _DROPPED, _LIMIT = 8, 9  # words of the reader, on a cache line of their own
 _TOKEN = 15  # by which a ring that was opened is known to be the one that was meant
 _HEADER = 128  # bytes
 _NO_LIMIT = 2**62
+# x86 keeps writes in order by itself, and reads too; a fence would cost a tenth of an append.
+_FENCES = platform.machine() not in ("x86_64", "AMD64")
 _LARGE = 1 << 18  # bytes from which result memory is worth keeping
 _KEEP = 4
-_REMEMBER = 1000  # sizes of batches whose shapes are kept
+_REMEMBER = 1000  # sizes of batches that are known to be right
 
+_dtype, _size = attrgetter("dtype"), attrgetter("size")
 Layout = list[tuple[str, str, list[int]]]  # path, dtype, shape of one row
 
 
@@ -70,9 +78,9 @@ class Ring:
             segment = Segment(int(starts[-1]))
         self._segment = segment
         memory = segment.bytes if segment is not None else np.zeros(int(starts[-1]), np.uint8)
-        # A memoryview, because numpy takes three times as long to read one number.
+        # Not a numpy array, which takes several times as long to read one number.
         header: Any = memory[:_HEADER]
-        self._words = memoryview(header).cast("q")
+        self._words: Any = memoryview(header).cast("q") if shared else [0] * (_HEADER // 8)
         arrays = [
             memory[start : start + size].view(dtype).reshape(capacity, *shape)
             for start, size, (_, dtype, shape) in zip(
@@ -80,11 +88,14 @@ class Ring:
             )
         ]
         self.priority: Array | None = arrays.pop(0) if priorities else None
-        self.columns: list[Array] = arrays
+        self.columns: list[Any] = arrays
+        # Columns of numbers as columns of one-number rows: item i then takes a batch of one row.
+        self._singly: list[Any] = [a if a.ndim > 1 else a[:, None] for a in arrays]
         self._paths = [path for path, _, _ in layout]
         self._wanted = [(a.shape[1:], a.dtype) for a in arrays]
+        self._pick = _getter(self._paths)
         self._dtypes = [a.dtype for a in arrays]
-        self._shapes: dict[int, list[tuple[int, ...]]] = {}  # of whole batches, by rows
+        self._sizes: dict[int, list[int]] = {}  # of the columns of a batch, by its rows
 
     def describe(self) -> dict[str, Any]:
         """Plain data by which another process of this machine opens the same ring."""
@@ -117,18 +128,18 @@ class Ring:
     @property
     def written(self) -> int:
         """Rows ever written: the ticket of the next one."""
-        return self._words[_WRITTEN]
+        return int(self._words[_WRITTEN])
 
     @property
     def first(self) -> int:
         """The oldest ticket that can still be read."""
         words = self._words
-        return max(words[_BEGUN] - self.capacity, words[_CLEARED], words[_DROPPED])
+        return int(max(words[_BEGUN] - self.capacity, words[_CLEARED], words[_DROPPED]))
 
     @property
     def floor(self) -> int:
         """Tickets below this have been cleared, by the writer or by the reader."""
-        return max(self._words[_CLEARED], self._words[_DROPPED])
+        return int(max(self._words[_CLEARED], self._words[_DROPPED]))
 
     @property
     def size(self) -> int:
@@ -136,17 +147,27 @@ class Ring:
 
     def generation(self, slot: int) -> int:
         """How often that slot has been begun: grows by one with each row that is put there."""
-        begun = self._words[_BEGUN]
+        begun = int(self._words[_BEGUN])
         return (begun - slot - 1) // self.capacity + 1
 
     # -- the writer ----------------------------------------------------------------------------
 
     def append(self, rows: Tree, priorities: Any = None) -> int:
         """Write a batch of rows [N, ...] over the oldest; the ticket of the first of them."""
-        leaves = self._leaves(rows)
-        count = len(leaves[0])
+        ticket: int = self._words[_WRITTEN]
+        try:  # the usual case, a flat dict of arrays: two comparisons of lists for all columns
+            leaves = self._pick(rows)
+            count = len(leaves[0])
+            usual = (
+                len(rows) == len(leaves)
+                and list(map(_dtype, leaves)) == self._dtypes
+                and list(map(_size, leaves)) == self._sizes[count]
+            )
+        except (KeyError, AttributeError, TypeError):
+            usual = False  # nested, not arrays, wrong, or of a size not seen before
+        if not usual:
+            leaves, count = self._leaves(rows)
         given = None if priorities is None else self._checked(priorities, count)
-        ticket = self.written
         if count <= self.capacity:
             self._write(leaves, count, given)
             return ticket
@@ -166,18 +187,21 @@ class Ring:
             raise ConfigError("ring: a priority is not a finite number")
         return given
 
-    def _write(self, leaves: list[Array], count: int, priorities: Array | None) -> None:
+    def _write(self, leaves: Sequence[Array], count: int, priorities: Array | None) -> None:
         words, capacity = self._words, self.capacity
         ticket = words[_WRITTEN]
         end = ticket + count
-        # WHY the larger: a writer that died here may have begun further than this one will.
-        words[_BEGUN] = max(words[_BEGUN], end)
-        fence()
+        if words[_BEGUN] < end:  # it may lie further: a writer died there
+            words[_BEGUN] = end
+        if _FENCES:
+            fence()
         slot = ticket % capacity
         fits = capacity - slot
-        if count <= fits:
-            for column, leaf in zip(self.columns, leaves, strict=True):
-                column[slot : slot + count] = leaf
+        # WHY not a loop: half of what it costs to add a row is the interpreter
+        if count == 1:
+            deque(map(setitem, self._singly, repeat(slot), leaves), 0)
+        elif count <= fits:
+            deque(map(setitem, self.columns, repeat(slice(slot, slot + count)), leaves), 0)
         else:
             for column, leaf in zip(self.columns, leaves, strict=True):
                 column[slot:] = leaf[:fits]
@@ -186,7 +210,8 @@ class Ring:
             self.priority[slot : slot + count] = np.nan if priorities is None else priorities[:fits]
             if count > fits:
                 self.priority[: count - fits] = np.nan if priorities is None else priorities[fits:]
-        fence()
+        if _FENCES:
+            fence()
         words[_WRITTEN] = end
 
     def clear(self) -> None:
@@ -196,7 +221,7 @@ class Ring:
     @property
     def limit(self) -> int:
         """Tickets from here on the reader does not want yet."""
-        return self._words[_LIMIT]
+        return int(self._words[_LIMIT])
 
     # -- the reader ----------------------------------------------------------------------------
 
@@ -265,15 +290,9 @@ class Ring:
         given = None if self.priority is None else np.asarray(state["priority"])
         self._write(columns, count, given)
 
-    def _leaves(self, rows: Tree) -> list[Array]:
+    def _leaves(self, rows: Tree) -> tuple[Sequence[Array], int]:
+        """The columns of a batch, made into arrays and looked at one by one."""
         leaves = pick(self._paths, rows)
-        try:  # the usual case costs two comparisons of lists, not a look at each column
-            if [x.dtype for x in leaves] == self._dtypes:
-                shapes = self._shapes.get(len(leaves[0]))
-                if [x.shape for x in leaves] == shapes:
-                    return leaves
-        except (AttributeError, TypeError):
-            pass  # not arrays: made into some below, or refused
         leaves = [np.asarray(x) for x in leaves]
         count = len(leaves[0]) if leaves[0].ndim else -1
         for path, leaf, (shape, dtype) in zip(self._paths, leaves, self._wanted, strict=True):
@@ -284,9 +303,9 @@ class Ring:
                 )
             if not np.can_cast(leaf.dtype, dtype, "same_kind"):
                 raise ConfigError(f"ring: {path!r} is {leaf.dtype}, which does not fit {dtype}")
-        if len(self._shapes) < _REMEMBER:
-            self._shapes[count] = [(count, *shape) for shape, _ in self._wanted]
-        return leaves
+        if len(self._sizes) < _REMEMBER:
+            self._sizes[count] = [leaf.size for leaf in leaves]
+        return leaves, count
 
 
 def layout_of(example: Tree) -> Layout:
@@ -313,11 +332,6 @@ def layout_of(example: Tree) -> Layout:
 
 def pick(paths: list[str], tree: Tree) -> list[Any]:
     """The leaves at those paths; ConfigError names a missing one, and one too many."""
-    if isinstance(tree, dict) and len(tree) == len(paths):
-        try:
-            return [tree[path] for path in paths]  # the flat dict, which is nearly always
-        except KeyError:
-            pass  # nested, or a wrong name: found out below
     flat: dict[str, Any] = {}
 
     def walk(node: Tree, path: str) -> None:
@@ -331,6 +345,11 @@ def pick(paths: list[str], tree: Tree) -> list[Any]:
     if set(flat) != set(paths):
         raise ConfigError(f"ring: rows have {sorted(flat)}, but {sorted(paths)} was expected")
     return [flat[path] for path in paths]
+
+
+def _getter(paths: list[str]) -> Callable[[Any], Sequence[Any]]:
+    """All those entries of a flat dict at once."""
+    return itemgetter(*paths) if len(paths) > 1 else lambda rows: (rows[paths[0]],)
 
 
 def build(paths: list[str], leaves: list[Any]) -> dict[str, Any]:

@@ -1,0 +1,146 @@
+"""What DQN and DDPG have in common: a target network, rows from a replay, the seam.
+
+    rows     obs, action, reward, next_obs, discount, weight       n-step, from data/n_step.py
+             reward = r_t + γ r_t+1 + …;  discount = γ^k, or 0 where the episode terminated
+    y        = reward + discount · Q̄(next_obs, ·)                  one formula for every case
+    δ        = Q(obs, action) − y                                  of the *stored* action
+    [ seam ] across.sum: gradients, sums to report and the number of rows of all learners
+
+The division is by the rows of all learners: two learners are one with twice the batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from manyhands.algorithms.base import Across, Algorithm, Batch, Info
+from manyhands.data.noise import EnvNoise
+from manyhands.data.rollout import Obs
+from manyhands.errors import WorkerError
+from manyhands.math.adam import Adam, clip_by_norm_
+from manyhands.networks.flat import FlatParameters
+from manyhands.networks.q import is_plain
+from manyhands.trees import Array
+
+NO_ERRORS = np.zeros(0, np.float32)
+
+
+class Explorer(Protocol):
+    """Chooses actions for the environments of one worker."""
+
+    def act(self, obs: Obs, steps: int) -> tuple[Array, Array]:
+        """(what is stored, what the environments get); `steps` of all workers so far."""
+        ...
+
+    def restart(self, ended: Array) -> None:
+        """Those environments [E] begin an episode."""
+        ...
+
+    @property
+    def reach(self) -> float:
+        """How far it goes from the policy just now, in the mean: ε, or σ. To be reported."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+class OffPolicy(Algorithm):
+    """One network with its target, and a step on rows that any policy has collected."""
+
+    def __init__(self, model: Any, options: Any, **kwargs: Any) -> None:
+        super().__init__(model, options, **kwargs)
+        self.target = copy.deepcopy(self.model)
+        self.target_flat = FlatParameters(self.target)
+        self.fast = is_plain(self.model)
+        self.errors: Array = NO_ERRORS  # of the last update's rows, in their order
+
+    # -- what an algorithm gives -----------------------------------------------------------------
+
+    @abstractmethod
+    def explorer(self, chance: EnvNoise, first: int, here: int, total: int) -> Explorer:
+        """For environments first .. first + here − 1 out of `total`."""
+
+    @abstractmethod
+    def td_errors(self, rows: Batch, *, own_target: bool = False) -> Array:
+        """δ of each row, without learning: what an actor gives its rows as first priorities.
+
+        `own_target`: bootstrap from the network itself, where the target's weights are not known.
+        """
+
+    @abstractmethod
+    def step(self, rows: Batch, across: Across, progress: float) -> Info:
+        """Gradients, seam, optimiser, on these rows; leaves their `errors`."""
+
+    # -- the learner step ------------------------------------------------------------------------
+
+    def update(self, batch: Batch, across: Across, progress: float) -> Info:
+        """One gradient step; afterwards `errors` are the new priorities of these rows."""
+        info = self.step(batch, across, progress)
+        self.version += 1
+        self.move_target()
+        return info
+
+    def move_target(self) -> None:
+        """θ̄ ← θ every k updates, or θ̄ ← θ̄ + τ (θ − θ̄) after each."""
+        o = self.options
+        if o.target_every:
+            if self.version % o.target_every == 0:
+                self.target_flat.data.copy_(self.flat.data)
+        else:
+            self.target_flat.data.lerp_(self.flat.data, o.target_tau)
+
+    def seam(
+        self, across: Across, grad: torch.Tensor, sums: list[float], rows: int
+    ) -> tuple[torch.Tensor, Array]:
+        """(gradient, reported numbers) of all learners' rows, averaged over them.
+
+        `grad` and `sums` are sums over this learner's rows. One message.
+        """
+        tail = grad.new_tensor([*sums, float(rows)])
+        together = across.sum(torch.cat([grad, tail]))
+        n = grad.numel()
+        numbers = together[n:].cpu().numpy().astype(np.float64)
+        count = max(numbers[-1], 1.0)
+        return together[:n] / count, numbers[:-1] / count
+
+    def descend_on(self, adam: Adam, grad: torch.Tensor, lr: float) -> float:
+        """Clip, check, one step of an optimiser; the norm before clipping."""
+        norm = clip_by_norm_(grad, self.options.max_grad_norm)
+        if not np.isfinite(norm):
+            raise WorkerError(
+                f"the gradient of update {self.version + 1} is not finite; the weights are those "
+                "of the update before. A smaller learning rate or --normalize-rewards may help"
+            )
+        adam.step(grad, lr=lr)
+        return norm
+
+    def gradient(self, rows: Batch, count: int) -> list[float]:
+        raise NotImplementedError(f"{self.name} learns through `step`: it needs its target network")
+
+    # -- what a checkpoint keeps -----------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"target": self.target_flat.data}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        self.target_flat.data.copy_(state["target"])
+
+    def restart_target(self) -> None:
+        """Where only weights are known: the target begins as a copy of them."""
+        self.target_flat.data.copy_(self.flat.data)
+
+
+def huber(error: Array, kappa: float) -> tuple[Array, Array]:
+    """(loss, slope) of ½ δ² up to κ, then a straight line; κ = 0: the square everywhere."""
+    if kappa <= 0.0:
+        return 0.5 * error * error, error
+    slope = np.clip(error, -kappa, kappa)
+    return slope * (error - 0.5 * slope), slope
