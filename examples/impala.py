@@ -1,7 +1,6 @@
 """IMPALA with your own networks and your own loop: two actors and two learners on CartPole-v0.
 
-manyhands launch --roles actor=2,learner=2 examples/impala.py
-
+    manyhands launch --roles actor=2,learner=2 examples/impala.py
 Actors send whole episodes with the log-probabilities of their actions; learners replay them with
 V-trace and average their gradients. It ends when an actor's smoothed return stays above 190.
 """
@@ -10,12 +9,11 @@ import argparse
 import random
 
 import gymnasium
+import manyhands as mh
 import torch
+from manyhands.math.vtrace import vtrace
 from torch import nn
 from torch.distributions import Categorical
-
-import manyhands as mh
-from manyhands.math.vtrace import vtrace
 
 
 class Network(nn.Sequential):
@@ -55,10 +53,9 @@ inboxes = [par.channel(f"episodes {r}", reader=r, capacity=1) for r in learners]
 solved_by = par.values("solved by")
 
 if par.role == "actor":
-    env = gymnasium.make("CartPole-v0")
-    smoothed, above, episode = 0.0, 0, 0
+    env, smoothed, above, episode = gymnasium.make("CartPole-v0"), 0.0, 0, 0
     while episode < args.max_episodes and solved_by.get("actor") is None:
-        policy.pull()
+        policy.pull(wait=60 if episode else 0)  # let the learners keep up
         rows, (state, _) = [], env.reset(seed=args.seed * 9999 + par.rank * 999 + episode)
         terminated = truncated = False
         while not (terminated or truncated):

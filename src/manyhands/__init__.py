@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from manyhands.blocks.gradients import GradientServer
     from manyhands.blocks.values import SharedValues
     from manyhands.blocks.weights import WeightServer
+    from manyhands.data.replay import PrioritizedReplay, Replay
+    from manyhands.data.sharded_replay import ShardedReplay
     from manyhands.engines.launch import launch
     from manyhands.errors import (
         CollectiveError,
@@ -37,6 +39,9 @@ _WHERE = {
     "GradientServer": "manyhands.blocks.gradients",
     "SharedValues": "manyhands.blocks.values",
     "check_actor": "manyhands.blocks.checks",
+    "Replay": "manyhands.data.replay",
+    "PrioritizedReplay": "manyhands.data.replay",
+    "ShardedReplay": "manyhands.data.sharded_replay",
     "launch": "manyhands.engines.launch",
     "train": "manyhands.run",
     "resume": "manyhands.run",
@@ -53,6 +58,9 @@ __all__ = [
     "GradientServer",
     "ManyhandsError",
     "Parallel",
+    "PrioritizedReplay",
+    "Replay",
+    "ShardedReplay",
     "SharedValues",
     "SupportError",
     "WeightServer",

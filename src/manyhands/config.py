@@ -171,7 +171,8 @@ class Experiment:
 def default_strategy(algorithm: str, workers: int) -> str:
     if workers == 1:
         return "single"
-    return "actor_learner" if algorithm == "impala" else "allreduce"
+    own = {"impala": "actor_learner", "dqn": "apex", "ddpg": "apex"}
+    return own.get(algorithm, "allreduce")
 
 
 def options_class(algorithm: str) -> type[Any]:
@@ -340,6 +341,6 @@ def _assemble(
         run = dataclasses.replace(run, rollout_length=getattr(options, "ROLLOUT_LENGTH", 256))
     if run.normalize_rewards is None:
         run = dataclasses.replace(run, normalize_rewards=usual(options, "normalize_rewards"))
-    if algorithm == "impala" and not run.strategy:  # who acts decides what a batch is
+    if algorithm in ("impala", "dqn", "ddpg") and not run.strategy:  # who acts decides what a batch is
         run = dataclasses.replace(run, strategy=default_strategy(algorithm, run.workers))
     return Experiment(algorithm, run, options(**parts[1]))

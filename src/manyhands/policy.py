@@ -24,6 +24,8 @@ from manyhands.envs.spaces import ActionMap
 from manyhands.errors import ConfigError
 from manyhands.networks.build import ActorCritic, build_actor_critic
 from manyhands.networks.fast import mode, sample
+from manyhands.networks.lstm import RecurrentActorCritic, build_recurrent
+from manyhands.networks.q import build_for_replay
 from manyhands.trees import Array
 
 FILE = "policy.safetensors"
@@ -32,6 +34,17 @@ FILE = "policy.safetensors"
 def build_model(experiment: Experiment, observation_space: Any, action_space: Any) -> ActorCritic:
     """The network that a configuration asks for, with the weights its seed begins with."""
     run = experiment.run
+    if experiment.algorithm in ("dqn", "ddpg"):
+        return build_for_replay(experiment, observation_space, action_space)  # type: ignore[return-value]
+    if units := getattr(experiment.options, "lstm", 0):
+        return build_recurrent(  # type: ignore[return-value]
+            observation_space,
+            action_space,
+            units=units,
+            hidden=run.hidden,
+            activation=run.activation,
+            seed=seeding.integer(run.seed, "weights"),
+        )
     return build_actor_critic(
         observation_space,
         action_space,
@@ -83,6 +96,7 @@ class Policy:
         self.experiment = experiment  # what it was trained by, where that is known
         self._to_env = ActionMap(action_space, box_actions)
         self._rng = np.random.default_rng()
+        self._memory: torch.Tensor | None = None  # of an LSTM, from one `act` to the next
 
     def seed(self, seed: int, *path: str | int) -> None:
         """Make actions that are drawn (`deterministic=False`) repeat, from here on."""
@@ -95,13 +109,26 @@ class Policy:
     @torch.no_grad()
     def act_batch(self, observations: Obs, deterministic: bool = True) -> Array:
         """Actions for observations [N, ...]."""
-        parameters = self.model.policy(self._seen(observations)).numpy()
+        parameters = self._parameters(self._seen(observations)).numpy()
         if deterministic:
             size = self.model.policy_out.out_features  # a Gaussian's deviations come after
             chosen = mode(self.model.head, parameters[:, :size])
         else:
             chosen, _ = sample(self.model.head, parameters, self._rng)
         return self._to_env(chosen)
+
+    def reset(self) -> None:
+        """A new episode begins: a policy with an LSTM forgets the one before."""
+        self._memory = None
+
+    def _parameters(self, seen: Any) -> torch.Tensor:
+        if not isinstance(self.model, RecurrentActorCritic):
+            return self.model.policy(seen)
+        rows = len(next(iter(seen.values())) if isinstance(seen, dict) else seen)
+        if self._memory is None or len(self._memory) != rows:
+            self._memory = torch.zeros(rows, self.model.state_size)
+        parameters, _, self._memory = self.model.step(seen, self._memory)
+        return parameters
 
     def value(self, observation: Obs) -> float:
         """What the critic expects to come from one observation on, discounted.

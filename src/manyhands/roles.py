@@ -94,7 +94,7 @@ def from_environment(size: int, env: Mapping[str, str] = os.environ) -> Roles:
 
 def of_run(strategy: str, workers: int, learners: int = 1, reducers: int = 0) -> Roles:
     """The parts of a training run. Who writes the records is always worker 0."""
-    if strategy == "actor_learner":
+    if strategy in ("actor_learner", "apex"):
         return Roles({"learner": learners, "actor": max(0, workers - learners)})
     if strategy == "gradient_server":
         parts = {"server": 1, "reducer": reducers, "worker": max(0, workers - 1 - reducers)}

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manyhands import wire
-from manyhands.config import Experiment, build, from_plain, load_toml, to_plain
+from manyhands import roles, wire
+from manyhands.config import Experiment, RunConfig, build, from_plain, load_toml, to_plain
 from manyhands.engines import calls, inline, stopping
 from manyhands.engines.launch import Job
 from manyhands.engines.launch import run as run_job
@@ -129,11 +129,16 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
 
     from manyhands.engines.attach import attach
     from manyhands.experiment.records import Records
-    from manyhands.strategies import STRATEGIES, Team
+    from manyhands.strategies import PROGRAMS, STRATEGIES, Team
 
     began = time.perf_counter()
     experiment = from_plain(plain)
     worker = attach()
+    program = PROGRAMS.get((experiment.algorithm, experiment.strategy))
+    if program is not None:
+        from manyhands.strategies.life import live
+
+        return live(program, experiment, worker, resumed)
     state = None if resumed is None else _shared_state(worker.group, resumed["checkpoint"])
     records = Records(
         experiment,
@@ -177,6 +182,8 @@ def _run(plain: dict[str, Any], resumed: dict[str, Any] | None) -> Result:
                 timeout=run.timeout,
                 address=run.address,
                 results=True,
+                roles=_roles(run).text if run.workers > 1 else "",
+                restart=tuple(_roles(run).ranks("actor")) if run.engine == "local" else (),
                 graceful=True,
             )
             summaries = run_job(job)
@@ -197,11 +204,17 @@ def _run_inline(plain: dict[str, Any], resumed: dict[str, Any] | None) -> list[A
     run = from_plain(plain).run
     with stopping.SoftStop() as soft:
         try:
-            return inline.run(lambda: train_worker(plain, resumed), run.workers, run.timeout)
+            return inline.run(
+                lambda: train_worker(plain, resumed), run.workers, run.timeout, _roles(run)
+            )
         except BaseException:
             if soft.told:  # whatever it became on its way through the workers
                 raise Stopped(soft.asked) from None
             raise
+
+
+def _roles(run: RunConfig) -> roles.Roles:
+    return roles.of_run(run.strategy, run.workers, run.learners, run.reducers)
 
 
 def _shared_state(group: Any, path: str) -> dict[str, Any]:

@@ -41,12 +41,12 @@ def _cells(otherwise: str, **given: str) -> dict[str, str]:
 
 # algorithm -> strategy -> OK or the reason, which reads on after the algorithm's name
 ALGORITHMS: dict[str, dict[str, str]] = {
-    "a2c": _cells(OK, gradient_server=_NOT_YET, apex=_ON_POLICY, actor_learner=_LAG),
+    "a2c": _cells(OK, apex=_ON_POLICY, actor_learner=_LAG),
     "ppo": _cells(OK, gradient_server=_SEVERAL_STEPS, apex=_ON_POLICY, actor_learner=_LAG),
     "trpo": _cells(OK, gradient_server=_LINE_SEARCH, apex=_ON_POLICY, actor_learner=_LAG),
-    "dqn": _cells(_REPLAY, single=_NOT_YET, apex=_NOT_YET),
-    "ddpg": _cells(_REPLAY, single=_NOT_YET, apex=_NOT_YET),
-    "impala": _cells(_V_TRACE, single=_NOT_YET, actor_learner=_NOT_YET),
+    "dqn": _cells(_REPLAY, single=OK, apex=OK),
+    "ddpg": _cells(_REPLAY, single=OK, apex=OK),
+    "impala": _cells(_V_TRACE, single=OK, actor_learner=OK),
 }
 
 # strategy -> engine -> OK or the reason

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from manyhands import support
+from manyhands import support, validate_replay, validate_roles
 from manyhands.config import Experiment, RunConfig, hints_of, join_faults, nearest
 from manyhands.errors import ConfigError, ManyhandsError, needs
 from manyhands.math.schedules import make_schedule
@@ -37,6 +37,8 @@ def faults(experiment: Experiment) -> list[str]:
     """Every fault of an experiment, in plain words; empty when it can start."""
     parts = (
         _names_faults,
+        validate_roles.faults,
+        validate_replay.faults,
         _number_faults,
         _batch_faults,
         _package_faults,
@@ -104,7 +106,7 @@ def _number_faults(experiment: Experiment) -> Iterator[str]:
     run = experiment.run
     if any(width < 1 for width in run.hidden):
         yield f"hidden={list(run.hidden)}: every layer needs at least 1 unit; type: --hidden 64 64"
-    if run.collect == "episodes" and run.batch_steps == 0:
+    if run.collect == "episodes" and run.batch_steps == 0 and experiment.algorithm != "impala":
         yield (
             "collect=episodes needs the steps of a batch; type: --batch-steps "
             f"{max(1, run.num_envs * run.rollout_length)}"

@@ -24,7 +24,8 @@ from manyhands.networks.build import build_actor_critic
 
 pytestmark = [pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")]
 
-NAMES = sorted(ALGORITHMS)
+# dqn and ddpg learn from a replay; impala's rows keep their order in time: test_impala.py
+NAMES = sorted(set(ALGORITHMS) - {"dqn", "ddpg", "impala"})
 OBSERVATIONS: dict[str, Any] = {
     "vector": Box(-2.0, 2.0, (5,), np.float32),
     "doubles": Box(-2.0, 2.0, (2, 3), np.float64),

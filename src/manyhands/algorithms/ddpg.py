@@ -124,7 +124,7 @@ class DDPG(OffPolicy):
         total = (there["weight"] * losses).sum()
         total.backward()  # type: ignore[no-untyped-call]
         self.errors = error.detach().cpu().numpy()
-        return self._sums(total.item(), q.detach().cpu().numpy(), float(value.sum()))
+        return self._sums(total.item(), q.detach().cpu().numpy(), float(value.sum().detach()))
 
     def _sums(self, loss: float, q: Array, climbed: float) -> list[float]:
         return [loss, float(np.abs(self.errors).sum()), float(q.sum()), -climbed]

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from manyhands.algorithms.base import Across, Algorithm, Batch, Info
+from manyhands.algorithms.base import Across, Algorithm, Alone, Batch, Info
 from manyhands.data.noise import EnvNoise
 from manyhands.data.rollout import Obs
 from manyhands.errors import WorkerError
@@ -103,12 +103,15 @@ class OffPolicy(Algorithm):
 
         `grad` and `sums` are sums over this learner's rows. One message.
         """
+        if isinstance(across, Alone):
+            count = max(rows, 1)
+            return grad.div_(count), np.asarray(sums) / count
         tail = grad.new_tensor([*sums, float(rows)])
         together = across.sum(torch.cat([grad, tail]))
         n = grad.numel()
         numbers = together[n:].cpu().numpy().astype(np.float64)
-        count = max(numbers[-1], 1.0)
-        return together[:n] / count, numbers[:-1] / count
+        total = max(numbers[-1], 1.0)
+        return together[:n] / total, numbers[:-1] / total
 
     def descend_on(self, adam: Adam, grad: torch.Tensor, lr: float) -> float:
         """Clip, check, one step of an optimiser; the norm before clipping."""

@@ -99,7 +99,8 @@ class TRPOConfig:
 
 @dataclass(frozen=True)
 class IMPALAConfig:
-    ROLLOUT_LENGTH: ClassVar[int] = 20
+    ROLLOUT_LENGTH: ClassVar[int] = 40
+    NORMALIZE_REWARDS: ClassVar[bool] = True
 
     learning_rate: float | str = "linear:2e-3"
     """Step size; a number, or a schedule over the run such as linear:2e-3 (down to 0)."""
@@ -117,7 +118,7 @@ class IMPALAConfig:
     """Weight of the entropy bonus; more keeps exploring for longer."""
     max_grad_norm: float = 0.5
     """Gradients longer than this are shortened to it."""
-    normalize_advantages: bool = True
+    normalize_advantages: bool = False
     """Advantages with mean 0 and deviation 1 over the rows of all learners."""
     adam_epsilon: float = 1e-5
     """Adam's epsilon."""
@@ -183,13 +184,20 @@ class ReplayConfig:
 
 @dataclass(frozen=True)
 class DQNConfig(ReplayConfig):
+    learning_rate: float | str = "linear:1e-3"
+    """Step size; a number, or a schedule over the run such as linear:1e-3 (down to 0)."""
+    batch_size: int = 128
+    """Rows of one gradient step, of all learners together."""
+    target_every: int = 200
+    """Gradient steps between copies to the target network; 0: it moves a little after each, by
+    target_tau."""
     double: bool = True
     """The network chooses the next action and the target network values it."""
     dueling: bool = False
     """The network gives the value of a state and the advantage of each action apart."""
     epsilon: float = 1.0
     """Probability of a random action at the start; with several environments of the first one."""
-    epsilon_final: float = 0.05
+    epsilon_final: float = 0.02
     """The same, once epsilon_steps have been made."""
     epsilon_steps: int = 10_000
     """Environment steps over which it falls, in a straight line."""
@@ -200,6 +208,8 @@ class DQNConfig(ReplayConfig):
 
 @dataclass(frozen=True)
 class DDPGConfig(ReplayConfig):
+    huber: float = 0.0
+    """TD errors count quadratically up to this, linearly beyond; 0: quadratically always."""
     policy_learning_rate: float | str = 1e-3
     """Step size of the policy; a number, or a schedule over the run."""
     noise_kind: Literal["normal", "ou", "clipped"] = "normal"

@@ -78,26 +78,35 @@ class Steps(Locked):
 
 
 class Relay(Locked):
-    """A reducer between some workers and the server: hands on the sum of every few pushes."""
+    """A reducer between some workers and the server: hands on the sum of every few pushes.
+
+    CRUCIAL: the lock is not held while it hands on, or all its workers would wait for the server.
+    """
 
     def __init__(self, forward: Any, pushes: int) -> None:
         super().__init__()
         self._forward, self._reducer = forward, Reducer(pushes)
-        self._answers = [1, 1]
+        self._answer = [1, 1]
 
-    @whole
     def push(self, gradient: Any, version: int, count: int = 1) -> list[int]:
-        self._reducer.offer(_numpy(gradient), version, version, count)
-        return self.flush() if self._reducer.full else self._answers
+        with self._lock:
+            self._reducer.offer(_numpy(gradient), version, version, count)
+            if not self._reducer.full:
+                return self._answer
+            oldest = self._reducer.oldest
+            total, together = self._reducer.take_sum()
+        self._answer = list(self._forward("push", total, oldest, together))
+        return self._answer
 
-    @whole
     def flush(self) -> list[int]:
         """Hand on what waits, however little it is."""
-        if self._reducer.waiting:
+        with self._lock:
+            if not self._reducer.waiting:
+                return self._answer
             oldest = self._reducer.oldest
-            total, count = self._reducer.take_sum()
-            self._answers = list(self._forward("push", total, oldest, count))
-        return self._answers
+            total, together = self._reducer.take_sum()
+        self._answer = list(self._forward("push", total, oldest, together))
+        return self._answer
 
     @whole
     def waiting(self) -> int:
@@ -159,7 +168,7 @@ class GradientServer:
             self._here = Steps(moved, made, lr, Reducer(pushes, reduce, max_lag), who)
             par.serve(f"gradients: {name}", self._here)
         else:
-            self._there = par.service(f"gradients: {name}")
+            self._there = self._async = par.service(f"gradients: {name}")
             self._there.call("check", _shapes(model), who)
         self._push_to: Any = self._call
         self._connect_relays(par, name, pushes, relays)
@@ -175,10 +184,7 @@ class GradientServer:
         elif relays and self._here is None:
             nearest = relays[par.rank % len(relays)]
             service = par.service(f"gradients: {name} by {nearest}")
-            self._push_to = service.call
-            self._there_async = service
-        else:
-            self._there_async = getattr(self, "_there", None)
+            self._push_to, self._async = service.call, service
 
     def push(self, model: Any = None) -> bool:
         """Send the gradients that `backward` has left; False if they were too old.
@@ -196,13 +202,18 @@ class GradientServer:
         if self._here is not None or self._relay is not None:
             self._count(bool(self._push_to("push", flat, self.version)[0]))
         else:
-            self._pending = self._there_async.call_async("push", flat, self.version)
+            self._pending = self._async.call_async("push", flat, self.version)
 
     def settle(self) -> None:
         """Wait for the answer to the last `push_async`."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._count(bool(pending.result(self._there_async.timeout or None)[0]))
+            self._count(bool(pending.result(self._async.timeout or None)[0]))
+
+    def flush(self) -> None:
+        """On a relay: hand on what waits there, however little; elsewhere nothing."""
+        if self._relay is not None:
+            self._relay.flush()
 
     def pull(self, model: Any = None) -> bool:
         """Copy the newest weights in; False when this worker has them already."""

@@ -14,7 +14,8 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Literal
 
 from manyhands.blocks.locked import Locked, whole
-from manyhands.errors import ConfigError
+from manyhands.engines.base import Patience
+from manyhands.errors import CollectiveError, ConfigError
 from manyhands.trees import Tree
 
 if TYPE_CHECKING:
@@ -131,9 +132,21 @@ class WeightServer:
             self.pull(model)
         return bool(added)
 
-    def pull(self, model: Any = None, *, version: int = 0) -> bool:
-        """Copy the newest weights in, or those of a version; False when there are none newer."""
-        found = self._call("pull", 0 if version else self.version, version)
+    def pull(self, model: Any = None, *, version: int = 0, wait: float = 0.0) -> bool:
+        """Copy the newest weights in, or those of a version; False when there are none newer.
+
+        With `wait`, newer ones are waited for so many seconds (CollectiveError at the deadline).
+        """
+        newer_than = 0 if version else self.version
+        found = self._call("pull", newer_than, version)
+        patience = Patience(wait)
+        while found is None and wait > 0:
+            patience.pause()
+            if patience.over:
+                raise CollectiveError(
+                    f"no weights newer than version {self.version} within {wait:g} s"
+                )
+            found = self._call("pull", newer_than, version)
         if found is None:
             return False
         self.version = int(found[0])

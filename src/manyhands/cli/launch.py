@@ -94,7 +94,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    os.environ.pop(roles.VARIABLE, None)  # an outer launch's
     workers = options.workers
     if workers is None:
         workers = os.cpu_count() or 1
@@ -106,7 +105,6 @@ def main(argv: list[str]) -> int:
                 f"leave -n away, or type: -n {given.size}"
             )
         workers = given.size
-        os.environ[roles.VARIABLE] = given.text
     job = Job(
         workers=workers,
         engine=options.engine,
@@ -117,6 +115,7 @@ def main(argv: list[str]) -> int:
         gpus=options.gpus,
         threads=options.threads,
         address=options.address,
+        roles=options.roles,
     )
     run(job)
     return 0

@@ -328,7 +328,7 @@ class Worker(ABC):
         """A handle on the object served under that name; waits for it to appear."""
         raise self._not_here("services")
 
-    def breathe(self) -> None:
+    def breathe(self) -> None:  # noqa: B027 (most engines have nothing to do)
         """Where all workers share one process: let the others have their turn."""
 
     @abstractmethod

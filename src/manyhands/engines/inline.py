@@ -273,13 +273,17 @@ class InlineWorker(Worker):
         return InlineService(self, name)
 
     def breathe(self) -> None:
-        self.world.breathe(self.place.rank)
+        self.world.breathe(self._who().place.rank)
+
+    def _who(self) -> InlineWorker:
+        """Whose thread this is. A service's code runs in its caller's, with its owner's handles."""
+        return current() or self
 
     def close(self) -> None:
         pass  # a thread that returns has left
 
     def wait(self, ready: Callable[[], bool], doing: str, on: str, timeout: float) -> None:
-        self.world.wait_until(self.place.rank, ready, doing, on, timeout)
+        self.world.wait_until(self._who().place.rank, ready, doing, on, timeout)
 
 
 # -- collectives -----------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from manyhands import roles as parts
 from manyhands import wire
 from manyhands.engines import calls, inline, stopping
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
@@ -41,6 +42,8 @@ class Job:
     threads: int | None = None
     address: str = ""  # of a running Ray cluster
     results: bool = False
+    roles: str = ""  # who plays which part, ranks in that order: actor=2,learner=2
+    restart: tuple[int, ...] = ()  # ranks that are started again when they are killed (local)
     graceful: bool = False  # asked to end by a first signal, ended by a second; see stopping.py
 
 
@@ -50,24 +53,28 @@ def launch(
     workers: int = 2,
     engine: str = "local",
     timeout: float = DEFAULT_TIMEOUT,
+    roles: str = "",
     **kwargs: Any,
 ) -> list[Any]:
     """Run a function on N workers; what each returned, by rank.
 
     The function finds its place with `Parallel()`. It and its arguments travel by name and as
-    plain data (numbers, strings, lists, dicts, arrays). Raises WorkerError with the original
-    traceback when a worker fails.
+    plain data (numbers, strings, lists, dicts, arrays). With `roles`, such as
+    "actor=2,learner=2", there are as many workers as these say. Raises WorkerError with the
+    original traceback when a worker fails.
     """
     if calls.importing_main:
         raise ConfigError(
             "launch() was reached while a worker imported your script. Put the call under a main "
             'guard: if __name__ == "__main__":'
         )
+    given = parts.parse(roles) if roles else None
+    workers = workers if given is None else given.size
     if engine == "inline":
         check(Job(workers=workers, engine=engine, call="-"))
-        return inline.run(lambda: function(*args, **kwargs), workers, timeout)
-    packed = calls.pack(function, args, kwargs)
-    return run(Job(workers=workers, engine=engine, call=packed, timeout=timeout, results=True))
+        return inline.run(lambda: function(*args, **kwargs), workers, timeout, given)
+    job = Job(workers=workers, engine=engine, timeout=timeout, results=True, roles=roles)
+    return run(replace(job, call=calls.pack(function, args, kwargs)))
 
 
 def run(job: Job) -> list[Any]:
@@ -91,6 +98,11 @@ def check(job: Job) -> None:
     """Everything that can be wrong before anything starts."""
     if job.engine not in ENGINES:
         raise ConfigError(f"engine {job.engine!r}: engines are {', '.join(ENGINES)}")
+    if job.roles and parts.parse(job.roles).size != job.workers:
+        raise ConfigError(
+            f"roles {job.roles} are {parts.parse(job.roles).size} workers, and there are to be "
+            f"{job.workers}"
+        )
     if job.workers < 1:
         raise ConfigError(f"-n {job.workers}: at least 1 worker is needed; type: -n 1")
     if not job.call and not os.path.isfile(job.script):
@@ -145,6 +157,10 @@ def _environment(job: Job, board: Board) -> dict[str, str]:
     for name in _THREADS:
         if job.threads or name not in os.environ:
             env[name] = str(threads)
+    for name in (parts.VARIABLE, "MANYHANDS_LIFE"):
+        env.pop(name, None)
+    if job.roles:
+        env[parts.VARIABLE] = job.roles
     env.update(
         MANYHANDS_ENGINE=job.engine,
         MANYHANDS_LAUNCHED="1",
@@ -187,10 +203,14 @@ def _start_processes(
             [rank],
             pass_fds=pass_fds if rank == 0 else (),
             piped=rank > 0 or notebook,
+            restart=rank in job.restart,
         )
         shown += [(rank, child)] if rank > 0 or notebook else []
+    given = parts.from_environment(job.workers, env)
     for rank, child in shown:
-        mark = label(rank) if rank > 0 else None
+        part = given.of(rank)
+        who = f"{part.role} {rank if part.role == 'worker' else part.rank}"
+        mark = label(who) if rank > 0 else None
         supervisor.pass_on(child, mark, mark)
 
 

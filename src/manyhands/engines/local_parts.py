@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -89,6 +90,16 @@ class _Ring:
     def waiting(self) -> int:
         return int(self.words[self._PUT] - self.words[self._TAKEN])
 
+    @property
+    def pid(self) -> int:
+        return int(self.words[self._PID])
+
+    def skip(self) -> int:
+        """Give up what waits: its memory has gone with its writer. How many trees that were."""
+        lost = self.waiting
+        self.words[self._TAKEN] = self.words[self._PUT]
+        return lost
+
     def put(self, packed: wire.Packed) -> None:
         self.slots.write(int(self.words[self._PUT] % self.capacity), packed)
         fence()
@@ -106,7 +117,11 @@ class _Ring:
 
 
 class LocalChannel(Channel):
-    """A ring from each writer; the reader takes the oldest tree of all of them."""
+    """A ring from each writer; the reader takes the oldest tree of all of them.
+
+    A writer that was killed and started again makes a new ring. A tree counts as put only once it
+    is whole: what the old ring holds is whole, or gone with its writer's memory, and then `lost`.
+    """
 
     def __init__(
         self, board: Board, roster: Roster, rank: int, name: str, reader: int, capacity: int,
@@ -119,7 +134,9 @@ class LocalChannel(Channel):
         self._key = f"channel/{name}"
         self._mine: _Ring | None = None
         self._rings: dict[int, _Ring] = {}
+        self._orphans: list[_Ring] = []  # of writers that were started again
         self._looked = 0.0
+        self.lost = 0
 
     def put(self, tree: Tree, timeout: float | None = None) -> None:
         packed = wire.Packed(tree)
@@ -146,12 +163,18 @@ class LocalChannel(Channel):
         doing = f"channel {self._name!r}: get (it is empty)"
         others = [r for r in range(self._board.workers) if r != self._rank]
         patience = Patience(limit)
-        while not ready():
+        while True:
+            if ready():
+                oldest = min(found, key=lambda ring: ring.stamp())
+                try:
+                    return oldest.take()
+                except FileNotFoundError:  # the writer was killed before it could be read
+                    self.lost += oldest.skip()
+                    continue
             if patience.pause():
                 self._roster.raise_if_gone([], doing)
                 if patience.over:
                     raise self._roster.late(others, doing, patience.waited)
-        return min(found, key=lambda ring: ring.stamp()).take()
 
     def __len__(self) -> int:
         return sum(ring.waiting for ring in self._writers())
@@ -180,14 +203,24 @@ class LocalChannel(Channel):
 
     def _writers(self) -> list[_Ring]:
         now = time.monotonic()
-        if len(self._rings) < self._board.workers and now - self._looked > _LOOK_AGAIN:
+        if now - self._looked > _LOOK_AGAIN:
             self._looked = now
+            self._orphans = [ring for ring in self._orphans if ring.waiting]
             for rank in range(self._board.workers):
-                if rank not in self._rings:
-                    note: Any = self._board.notes(rank).get(self._key)
-                    if note:
-                        self._rings[rank] = _Ring(int(note[1]), Segment(address=str(note[0])))
-        return list(self._rings.values())
+                ring = self._rings.get(rank)
+                if ring is not None and ring.pid != self._board.pid(rank):
+                    self._orphans.append(self._rings.pop(rank))
+                    ring = None
+                if ring is None:
+                    self._look_for(rank)
+        return [*self._orphans, *self._rings.values()]
+
+    def _look_for(self, rank: int) -> None:
+        note: Any = self._board.notes(rank).get(self._key)
+        # The page of a writer that was started again still has its old notes for a while.
+        if note and str(note[0]).startswith(f"/proc/{self._board.pid(rank)}/"):
+            with contextlib.suppress(FileNotFoundError):  # killed since
+                self._rings[rank] = _Ring(int(note[1]), Segment(address=str(note[0])))
 
 
 class LocalWeights(WeightStore):

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from manyhands import roles
+from manyhands.engines.restart import Again
 from manyhands.engines.shared import DEAD, DONE, EMPTY, FAILED, RUNNING, Board
 from manyhands.errors import Stopped, WorkerError
 
@@ -40,6 +42,7 @@ class Child:
     ranks: list[int]
     explain: Callable[[int], tuple[int, str]] | None = None  # exit code -> (rank, what it means)
     gone: bool = False
+    again: Again | None = None  # for workers that are started again when they are killed
     pumps: list[threading.Thread] = field(default_factory=list)
 
     def drain(self) -> None:
@@ -65,11 +68,13 @@ class Supervisor:
         pass_fds: tuple[int, ...] = (),
         piped: bool = False,
         own_group: bool = False,
+        restart: bool = False,
         explain: Callable[[int], tuple[int, str]] | None = None,
     ) -> Child:
         """Start a process that hosts these workers; `piped` output comes through `pass_on`.
 
-        In a group of its own (`own_group`) it does not hear a terminal's Ctrl-C.
+        In a group of its own (`own_group`) it does not hear a terminal's Ctrl-C. With `restart` it
+        is started again when a signal has killed it.
         """
         pipe = subprocess.PIPE if piped else None
         child = subprocess.Popen(
@@ -81,7 +86,8 @@ class Supervisor:
             process_group=0 if own_group else None,
             preexec_fn=_die_with_us,
         )
-        self.children.append(Child(child, ranks, explain))
+        again = Again(command, env) if restart else None
+        self.children.append(Child(child, ranks, explain, again=again))
         return self.children[-1]
 
     def pass_on(self, child: Child, out: LineFilter | None, err: LineFilter | None) -> None:
@@ -90,6 +96,8 @@ class Supervisor:
 
         WHY only after all have been started: a fork while threads run is asking for trouble.
         """
+        if child.again is not None:
+            child.again.filters = (out, err)
         for source, sink, rewrite in (
             (child.process.stdout, sys.stdout, out),
             (child.process.stderr, sys.stderr, err),
@@ -126,7 +134,7 @@ class Supervisor:
             running = 0
             for child in self.children:
                 code = child.process.poll()
-                if code is None:
+                if code is None or (not child.gone and self._started_again(child, code)):
                     running += 1
                 elif not child.gone:
                     child.gone = True
@@ -137,6 +145,21 @@ class Supervisor:
             if not running:
                 return
             time.sleep(POLL_SECONDS)
+
+    def _started_again(self, child: Child, code: int) -> bool:
+        """Whether a worker that a signal has killed has a new process."""
+        again, rank = child.again, child.ranks[0]
+        if again is None or code >= 0 or self.board.aborted or self.board.stop_word:
+            return False
+        if not again.allowed():
+            return False
+        who = f"{roles.from_environment(self.board.workers, again.env).name(rank)}"
+        told = f"{who} {what_ended(code)}; it is started again (life {again.lives + 1})"
+        print(f"manyhands: {told}", file=sys.stderr, flush=True)
+        self.board.set_state(rank, EMPTY)
+        child.process = again.start()
+        self.pass_on(child, *again.filters)
+        return True
 
     def _lingers(self) -> bool:
         """Whether a worker has reported its failure but does not end (a thread of the user's)."""
@@ -181,7 +204,9 @@ class Supervisor:
         host = self.board.text(rank, "host") or self.host
         pid = f" (pid {self.board.pid(rank)})" if self.board.pid(rank) else ""
         code = self.board.code(rank) or 1
-        who = f"worker {rank} of {self.board.workers} on {host}{pid}"
+        role = self.board.text(rank, "role")
+        named = "" if role in ("", "worker") else f"{role}, "
+        who = f"{named}worker {rank} of {self.board.workers} on {host}{pid}"
         return WorkerError(who, report, rank=rank, exit_code=code)
 
     def stop(self, reason: str) -> None:
@@ -251,9 +276,9 @@ class FirstToGo:
             os.close(fd)
 
 
-def label(rank: int) -> LineFilter:
-    """Put the worker's rank before each line."""
-    mark = f"[worker {rank}] ".encode()
+def label(who: str) -> LineFilter:
+    """Put the worker's name before each line."""
+    mark = f"[{who}] ".encode()
     return lambda line: mark + line
 
 

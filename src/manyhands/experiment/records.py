@@ -58,6 +58,8 @@ class Records:
         self._last_steps, self._last_time = self._resumed_steps, time.perf_counter()
         self.purge_step: int | None = None  # the first step that a resumed run writes anew
         self.checkpoint_failures = 0
+        self.restarts = 0  # workers that were started again
+        self.lost_fragments = 0  # unrolls or gradients that were too old, or died with a worker
         self._not_saved = ""  # why the last checkpoint could not be written
         self.folder = RunFolder(None)
         if resumed is not None:
@@ -214,8 +216,12 @@ class Records:
         solved: bool,
         phases: list[dict[str, float]],
         stopped: int = 0,
+        more: str = "",
     ) -> dict[str, Any]:
-        """The run has ended well, or was asked to stop: the summary, written and shown."""
+        """The run has ended well, or was asked to stop: the summary, written and shown.
+
+        `more` is what else the strategy has to say, under the table.
+        """
         ended = "solved" if solved else "finished"
         if stopped:
             ended = f"stopped: {signal.Signals(stopped).name}"
@@ -227,7 +233,7 @@ class Records:
         self.folder.event("end", exit=ended, env_steps=steps)
         self.progress.close()
         if self._main:
-            self.progress.say(end_table(summary))
+            self.progress.say("\n".join(text for text in (end_table(summary), more) if text))
         if self._not_saved:
             raise WorkerError(
                 f"the run has ended ({ended}), but its last checkpoint could not be written: "
@@ -263,6 +269,8 @@ class Records:
             "wall_seconds": round(self.wall_seconds, 4),
             "mean_return": self.returns.mean,
             "best_return": self.returns.best,
+            "restarts": self.restarts,
+            "lost_fragments": self.lost_fragments,
         }
 
 

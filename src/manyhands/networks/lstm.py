@@ -72,9 +72,21 @@ class RecurrentActorCritic(nn.Module):
     def step(self, observations: Observations, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One step of N environments; `state` is [N, S]."""
         features = self.policy_trunk(self.policy_encoder(observations))
-        hidden, cell = self.lstm(features, tuple(state.split(self.units, 1)))
+        hidden, cell = self.lstm(features, state.chunk(2, 1))
         parameters, values = self._heads(hidden)
         return parameters, values, torch.cat([hidden, cell], 1)
+
+    def policy(self, observations: Observations) -> Tensor:
+        """Distribution parameters at the first step of episodes, [N, P]."""
+        return self.step(observations, self._nothing(observations))[0]
+
+    def value(self, observations: Observations) -> Tensor:
+        """Values at the first step of episodes, [N]."""
+        return self.step(observations, self._nothing(observations))[1]
+
+    def _nothing(self, observations: Observations) -> Tensor:
+        some = next(iter(observations.values())) if isinstance(observations, dict) else observations
+        return torch.zeros(len(some), self.state_size, device=some.device)
 
     def unroll(
         self, observations: Observations, state: Tensor, first: Tensor, length: int
@@ -84,7 +96,7 @@ class RecurrentActorCritic(nn.Module):
         `state` [B, S] is that before the first row; it is forgotten where `first` [T, B] is true.
         """
         features = self.policy_trunk(self.policy_encoder(observations)).unflatten(0, (length, -1))
-        hidden, cell = state.split(self.units, 1)
+        hidden, cell = state.chunk(2, 1)
         keep = (~first).to(features.dtype).unsqueeze(-1)
         hiddens, cells = [], []
         for x, kept in zip(features, keep, strict=True):

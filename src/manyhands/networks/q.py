@@ -1,7 +1,7 @@
 """Networks that learn from a replay: Q(s, ·) for DQN; μ(s) and Q(s, a) for DDPG.
 
     QNetwork        observation ── encoder ── hidden layers ── out        -> Q [N, n]
-                    out: a linear layer, or dueling:  Q = V + A − mean(A)     PAPER: arXiv:1511.06581
+                    out: a linear layer, or dueling:  Q = V + A − mean(A)    PAPER: arXiv:1511.06581
     BoundedActor    observation ── encoder ── hidden layers ── tanh to the bounds     -> μ [N, d]
     + its critic    observation ── encoder ─┬─ hidden layers ── out       -> Q [N]
                     action, on [-1, 1] ─────┘
@@ -12,7 +12,6 @@ Both have the parts by which a saved policy is loaded, evaluated, drawn and expo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manyhands.errors import ConfigError
+from manyhands import seeding
+from manyhands.config import Experiment
+from manyhands.networks.action_spaces import check_bounded, check_discrete
 from manyhands.networks.build import Encoder, Observations, has_image, make_encoder
-from manyhands.networks.heads import UNBOUNDED, Categorical, DiagonalGaussian
+from manyhands.networks.heads import Categorical, DiagonalGaussian
 from manyhands.networks.mlp import linear, mlp
 
 OUT_GAIN, ACTOR_GAIN = 1.0, 0.01
@@ -89,9 +90,7 @@ class BoundedOut(nn.Module):
     middle: Tensor
     reach: Tensor
 
-    def __init__(
-        self, inputs: int, low: Any, high: Any, generator: torch.Generator | None
-    ) -> None:
+    def __init__(self, inputs: int, low: Any, high: Any, generator: torch.Generator | None) -> None:
         super().__init__()
         low, high = np.ravel(low).astype(np.float32), np.ravel(high).astype(np.float32)
         self.out_features = len(low)
@@ -208,8 +207,9 @@ def build_bounded_actor(
     """
     check_bounded(action_space)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    encoders = make_encoder(observation_space, generator), make_encoder(
-        observation_space, generator
+    encoders = (
+        make_encoder(observation_space, generator),
+        make_encoder(observation_space, generator),
     )
     low, high = action_space.low, action_space.high
     bounds = (np.full_like(low, -1.0), np.full_like(high, 1.0)) if unit_actions else (low, high)
@@ -224,29 +224,23 @@ def build_bounded_actor(
     )
 
 
-def check_discrete(space: Any) -> None:
-    """ConfigError unless a Q value can be given for every action."""
-    if type(space).__name__ == "Discrete":
-        return
-    other = "ddpg" if type(space).__name__ == "Box" else "ppo"
-    raise ConfigError(
-        f"dqn compares the values of all actions, which needs a Discrete action space, and this "
-        f"one is {space}; type: manyhands train {other}"
+def build_for_replay(experiment: Experiment, observations: Any, actions: Any) -> nn.Module:
+    """The network that a configuration of dqn or ddpg asks for."""
+    run, options = experiment.run, experiment.options
+    common: dict[str, Any] = {
+        "hidden": run.hidden,
+        "activation": run.activation,
+        "seed": seeding.integer(run.seed, "weights"),
+    }
+    if experiment.algorithm == "dqn":
+        return build_q_network(observations, actions, dueling=options.dueling, **common)
+    return build_bounded_actor(
+        observations,
+        actions,
+        noise=options.noise,
+        unit_actions=run.box_actions == "scale",
+        **common,
     )
-
-
-def check_bounded(space: Any) -> None:
-    """ConfigError unless actions are numbers between bounds."""
-    if type(space).__name__ != "Box" or np.dtype(space.dtype).kind != "f":
-        raise ConfigError(
-            f"ddpg moves actions along a gradient, which needs a Box of floats, and the action "
-            f"space is {space}; type: manyhands train dqn"
-        )
-    if not (np.abs(space.low) < UNBOUNDED).all() or not (np.abs(space.high) < UNBOUNDED).all():
-        raise ConfigError(
-            f"ddpg needs actions with finite bounds, and the action space is {space}; wrap the "
-            "environment in gymnasium.wrappers.RescaleAction, or type: manyhands train ppo"
-        )
 
 
 def _hidden(hidden: Sequence[int] | None, encoder: Encoder) -> Sequence[int]:
@@ -266,7 +260,3 @@ def is_plain(model: nn.Module) -> bool:
         and all(isinstance(part, (nn.Linear, *known)) for part in parts)
         and all(p.device.type == "cpu" and p.requires_grad for p in model.parameters())
     )
-
-
-def parameters_of(model: nn.Module) -> int:
-    return sum(math.prod(p.shape) for p in model.parameters())

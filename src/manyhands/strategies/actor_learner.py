@@ -28,8 +28,6 @@ from manyhands.algorithms.base import Across, Alone
 from manyhands.algorithms.impala import IMPALA
 from manyhands.data.unroll import Unroll, UnrollCollector, joined
 from manyhands.engines.base import Channel
-from manyhands.engines.group import Group
-from manyhands.engines.role_groups import group_among
 from manyhands.experiment.records import Records
 from manyhands.strategies.across import OverGroup
 from manyhands.strategies.allreduce import CHECK_EVERY
@@ -40,19 +38,10 @@ from manyhands.strategies.ledger import Ledger
 def run(crew: Crew, records: Records, state: dict[str, Any] | None) -> dict[str, Any]:
     if crew.experiment.strategy == "single":
         return alone(crew, records, state)
-    group = learners_of(crew)
     if crew.part.role == "actor":
         act(crew)
         return {}
-    return learn(crew, Ledger(crew, records, group), state)
-
-
-def learners_of(crew: Crew) -> Group | None:
-    """The learners' own group, where there are several; actors have no part in its making."""
-    ranks = crew.roles.ranks("learner")
-    if len(ranks) == 1 or crew.part.role != "learner":
-        return None
-    return group_among(crew.worker.group, ranks, "learners")
+    return learn(crew, Ledger(crew, records, crew.group), state)
 
 
 def channels(crew: Crew) -> list[Channel]:
@@ -108,7 +97,9 @@ def learn(crew: Crew, ledger: Ledger, state: dict[str, Any] | None) -> dict[str,
     across: Across = Alone() if group is None else OverGroup(group, crew.phases)
     inbox = Inbox(crew, channels(crew)[crew.part.rank], crew.acting)
     replay = Replay(crew)
-    if state is not None:
+    if state is None:
+        ledger.checkpoint()  # of step 0: from here on the run can always be gone on with
+    else:
         ledger.restore(state)
     crew.publish()
     while ledger.goes_on():
@@ -169,7 +160,7 @@ class Replay:
         oldest = ledger.crew.experiment.run.max_lag
         self._kept = [u for u in self._kept if ledger.lag(int(u["version"])) <= oldest]
         count = min(self._old_share, len(self._kept))
-        chosen = self._rng.choice(len(self._kept), count, replace=False) if count else []
+        chosen = self._rng.permutation(len(self._kept))[:count]
         old = [self._kept[int(i)] for i in chosen]
         for unroll in old:
             ledger.learned(ledger.lag(int(unroll["version"])))
@@ -184,7 +175,9 @@ def alone(crew: Crew, records: Records, state: dict[str, Any] | None) -> dict[st
     """Strategy single: the same collector and the same update, in turn. No lag, no channel."""
     algorithm, ledger = crew.algorithm, Ledger(crew, records)
     assert isinstance(algorithm, IMPALA)
-    if state is not None:
+    if state is None:
+        ledger.checkpoint()
+    else:
         ledger.restore(state)
     collector, replay = collector_of(crew), Replay(crew)
     waiting: list[Unroll] = []

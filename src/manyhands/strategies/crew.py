@@ -22,6 +22,7 @@ from manyhands.algorithms.registry import ALGORITHMS
 from manyhands.config import Experiment
 from manyhands.data.noise import EnvNoise
 from manyhands.engines.base import Channel, WeightStore, Worker, cores
+from manyhands.engines.group import Group
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import VecAdapter
 from manyhands.errors import CollectiveError, WorkerError
@@ -50,6 +51,8 @@ class Crew:
         self.envs: VecAdapter | None = None
         self.algorithm = self._algorithm()
         self.stop = False
+        self.group: Group | None = None  # of the learners, where there are several
+        self.counted = (0, 0)  # steps and updates so far, for the last words of a run that fails
         self._store: WeightStore = worker.weights(POLICY, writer=0)
         self._newest = 0  # of the store's own count
         self._number = 0  # parcels sent
@@ -190,7 +193,7 @@ class Inbox:
     def get(self) -> Parcel | None:
         """The next parcel; None when it was a good-bye."""
         phases = self._crew.phases
-        with phases("waiting for parcels"):
+        with phases("waiting for data"):
             parcel: Parcel = self._channel.get(timeout=self._crew.worker.timeout)
         if self._looks % 16 == 0:  # a look costs a call on some engines
             self._waiting += len(self._channel)

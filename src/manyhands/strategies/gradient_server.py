@@ -158,7 +158,9 @@ def serve(crew: Crew, ledger: Ledger, state: dict[str, Any] | None) -> dict[str,
     reducer = Reducer(run.pushes, run.reduce, run.max_lag)
     answers = _Answers(crew)
     stats = np.zeros(0)
-    if state is not None:
+    if state is None:
+        ledger.checkpoint()  # of step 0: from here on the run can always be gone on with
+    else:
         ledger.restore(state)
     crew.publish()
     while ledger.goes_on():

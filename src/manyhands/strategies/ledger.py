@@ -104,7 +104,6 @@ class Ledger:
         crew, records, numbers = self.crew, self.records, self._numbers
         several = self.group is not None and self.group.size > 1
         episodes = np.concatenate([np.zeros((0, 4)), *self._episodes])
-        due = records.checkpoint_due()
         if several:
             assert self.group is not None
             with crew.phases("synchronisation"):
@@ -121,6 +120,7 @@ class Ledger:
             self.steps += int(sums[0])
             self.refused += int(sums[1])
             self.updates += 1
+            crew.counted = (self.steps, self.updates)
             low, high = all_numbers[:, 4].min(), all_numbers[:, 5].max()
             count, total = sums[2], sums[3]
             self.lags[:2] += count, total
@@ -138,7 +138,7 @@ class Ledger:
         if self.goes_on():
             self.stopped = int(all_numbers[0, 6])
         self._clear()
-        if due or not self.goes_on():
+        if records.checkpoint_due() or not self.goes_on():
             self.checkpoint()
 
     # -- checkpoints -----------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Ledger:
         """Throughput of both sides, the queue between them, and how long the learner was idle."""
         seconds = max(time.perf_counter() - self._began, 1e-9)
         crew = self.crew
-        acting, idle = len(crew.acting), crew.phases.totals().get("waiting for parcels", 0.0)
+        acting, idle = len(crew.acting), crew.phases.totals().get("waiting for data", 0.0)
         who = "actor" if crew.roles.ranks("actor") else "worker"
         held = [t.get("waiting for room", 0.0) for r, t in times.items() if r in crew.acting]
         blocked = sum(held) / max(1, len(held)) / seconds

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 BATCH, BLOCK = 512, 64
+FILL = 5_000  # rows at once before the clock starts
 ALPHA, BETA = 0.6, 0.4
 # case -> shape of an observation, dtype, capacity
 CASES: dict[str, tuple[tuple[int, ...], Any, int]] = {
@@ -51,13 +52,13 @@ def fill(add: Callable[[], Any], rows_a_call: int, capacity: int) -> None:
 def manyhands(case: str) -> Tasks:
     from manyhands.data.replay import PrioritizedReplay, Replay
 
-    block, one = rows(case, BLOCK), rows(case, 1)
+    block, one, much = rows(case, BLOCK), rows(case, 1), rows(case, FILL)
     example = {name: column[0] for name, column in block.items()}
     capacity = CASES[case][2]
     uniform = Replay(capacity, example)
     prioritized = PrioritizedReplay(capacity, example, alpha=ALPHA)
     for replay in (uniform, prioritized):
-        fill(lambda replay=replay: replay.append(block), BLOCK, capacity)  # type: ignore[misc]
+        fill(lambda replay=replay: replay.append(much), FILL, capacity)  # type: ignore[misc]
     errors = np.random.default_rng(0).random(BATCH)
 
     def learn() -> None:
@@ -127,10 +128,10 @@ def cpprb(case: str) -> Tasks:
     }
     uniform = ReplayBuffer(capacity, columns)
     prioritized = PrioritizedReplayBuffer(capacity, columns, alpha=ALPHA)
-    block = rows(case, BLOCK)
+    block, much = rows(case, BLOCK), rows(case, FILL)
     one = {name: column[0] for name, column in block.items()}
     for replay in (uniform, prioritized):
-        fill(lambda replay=replay: replay.add(**block), BLOCK, capacity)  # type: ignore[misc]
+        fill(lambda replay=replay: replay.add(**much), FILL, capacity)  # type: ignore[misc]
     errors = np.random.default_rng(0).random(BATCH)
 
     def learn() -> None:
@@ -189,9 +190,9 @@ def torchrl(case: str) -> Tasks:
         parts = {name: torch.from_numpy(c) for name, c in rows(case, count).items()}
         return TensorDict(parts, batch_size=[count])
 
-    block, one = tensors(BLOCK), tensors(1)[0]
+    block, one, much = tensors(BLOCK), tensors(1)[0], tensors(FILL)
     uniform = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=BATCH)
-    fill(lambda: uniform.extend(block), BLOCK, capacity)
+    fill(lambda: uniform.extend(much), FILL, capacity)
     tasks: Tasks = {
         "add 1": (1, lambda: uniform.add(one)),
         f"add {BLOCK}": (BLOCK, lambda: uniform.extend(block)),
@@ -204,7 +205,7 @@ def torchrl(case: str) -> Tasks:
     except RuntimeError as error:  # its compiled part was built for another torch
         MISSING["prioritized"] = str(error)
         return tasks
-    fill(lambda: prioritized.extend(block), BLOCK, capacity)
+    fill(lambda: prioritized.extend(much), FILL, capacity)
     errors = torch.rand(BATCH)
 
     def learn() -> None:

@@ -1,0 +1,94 @@
+"""One worker's life in an asynchronous run: from its place to its last word.
+
+The counterpart of what `run.train_worker` does with a Team. Only those that learn or serve read a
+checkpoint and keep records; an actor that was started again after a death attends nothing that all
+workers do together.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from manyhands import wire
+from manyhands.config import Experiment
+from manyhands.engines import stopping
+from manyhands.engines.base import Worker
+from manyhands.engines.role_groups import group_among
+from manyhands.errors import ConfigError, WorkerError
+from manyhands.experiment import checkpoint
+from manyhands.experiment.records import Records
+from manyhands.experiment.state_files import difference
+from manyhands.strategies import Program
+from manyhands.strategies.crew import Crew
+
+
+def live(
+    program: Program, experiment: Experiment, worker: Worker, resumed: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The summary on the main worker; nothing elsewhere."""
+    import torch
+
+    began = time.perf_counter()
+    crew = Crew(experiment, worker)
+    learners = crew.roles.ranks("learner")
+    if len(learners) > 1 and crew.part.role == "learner":
+        crew.group = group_among(worker.group, learners, "learners")
+    acts = crew.part.role in ("actor", "worker", "reducer") and crew.rank > 0
+    state = None if acts or resumed is None else _state(crew, resumed["checkpoint"])
+    records = Records(
+        experiment,
+        main=crew.rank == 0,
+        threads=torch.get_num_threads(),
+        resumed=state and state["records"],
+        notes=resumed["notes"] if resumed and not acts else (),
+    )
+    ended: dict[str, Any] = {}
+    try:
+        crew.phases.add("starting", time.perf_counter() - began)
+        ended = program(crew, records, state)
+        if crew.rank > 0:
+            return {}
+        ledger = ended["ledger"]
+        records.keep(crew.algorithm.model, crew.normaliser, now=True)
+        records.restarts = ledger.restarts
+        records.lost_fragments = ledger.refused + ledger.lost
+        if ended["table"]:
+            records.folder.event("asynchronous", late=ledger.late, lost=ledger.lost,
+                                 refused=ledger.refused, restarts=ledger.restarts)  # fmt: skip
+        return records.finish(
+            ledger.steps,
+            ledger.updates,
+            ledger.solved,
+            ended["times"],
+            ledger.stopped,
+            more=ended["table"],
+        )
+    except BaseException as error:
+        why = stopping.reason() if isinstance(error, SystemExit) else ""
+        steps, updates = crew.counted
+        records.fail(steps, updates, error, why)
+        raise
+    finally:
+        crew.close()
+
+
+def _state(crew: Crew, path: str) -> dict[str, Any]:
+    """The state of a checkpoint on all learners; only the main worker need see the disk."""
+    data = np.zeros(0, np.uint8)
+    if crew.rank == 0:
+        try:
+            data = np.frombuffer(wire.encode(checkpoint.load(path).state), np.uint8)
+        except checkpoint.Damaged as fault:  # it was whole a moment ago
+            raise WorkerError(str(fault), rank=0) from None
+    if crew.group is not None:
+        data = crew.group.all_gather({"state": data})["state"]
+    state: dict[str, Any] = wire.decode(data.data)
+    if other := difference(crew.algorithm.state(), state["algorithm"], "algorithm"):
+        raise ConfigError(
+            f"the checkpoint does not fit this run: {other}. The network, the environment or the "
+            "version of manyhands is another than the one that it was made with"
+        )
+    return state

@@ -1,0 +1,242 @@
+"""What workers do in the tests of the asynchronous parts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from manyhands import Parallel, roles
+from manyhands.errors import ManyhandsError
+
+
+def network(inputs: int = 3, outputs: int = 2) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    return torch.nn.Linear(inputs, outputs)
+
+
+# -- gradient server -------------------------------------------------------------------------------
+
+
+def push_many(each: int, pushes: int, reduce: str, relays: list[int], max_lag: int) -> Any:
+    """Every worker pushes whole numbers, so that sums are exact in any order."""
+    import torch
+
+    par = Parallel()
+    model = torch.nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    server = par.gradient_server(
+        "sum",
+        model,
+        lambda p: torch.optim.SGD(p, lr=1.0),
+        pushes=pushes,
+        reduce=reduce,  # type: ignore[arg-type]
+        max_lag=None if max_lag < 0 else max_lag,
+        relays=tuple(relays),
+    )
+    par.barrier()
+    for i in range(each):
+        if i % 10 == 0:
+            server.pull()
+        model.weight.grad = torch.tensor([[1.0, float(par.rank)]])
+        server.push()
+    par.barrier()
+    server.flush()
+    par.barrier()
+    server.pull()
+    told = {"taken": server.taken, "refused": server.refused}
+    told |= {"weight": model.weight.detach().numpy().ravel().tolist()}
+    counters = server.counters()
+    par.barrier()  # the server stays until all have asked
+    return told | {"counters": counters}
+
+
+def different_networks() -> str:
+    """The learner's network is wider than the actors': said when the server is made."""
+    par = Parallel()
+    said = ""
+    try:
+        par.weight_server("policy", network(outputs=2 if par.rank == 0 else 3))
+    except ManyhandsError as error:
+        said = str(error)
+    par.barrier()
+    return said
+
+
+def weight_versions() -> Any:
+    par = Parallel()
+    model = network()
+    server = par.weight_server("policy", model, history=3)
+    par.barrier()
+    told: dict[str, Any] = {"first": server.version}
+    if par.rank == 1:
+        told["pushed"] = server.push()
+        told["version"] = server.version
+        told["nothing newer"] = server.pull()
+    par.barrier()
+    if par.rank == 2:
+        told["too late"] = server.push()
+        told["then"] = server.version  # pulled, because the push failed
+        told["again"] = server.push()
+    par.barrier()
+    if par.rank == 0:
+        for _ in range(4):
+            server.pull()
+            server.push()
+        told["counters"] = server.counters()
+        told["old"] = server.pull(version=server.version - 2)
+        try:
+            server.pull(version=1)
+        except ManyhandsError as error:
+            told["gone"] = str(error)
+    par.barrier()
+    return told
+
+
+def shared_values() -> Any:
+    par = Parallel()
+    values = par.values()
+    for _ in range(50):
+        values.add("count")
+    won = values.swap("first", None, par.rank)
+    par.barrier()
+    found = [values["count"], values["first"], won, values.get("missing", 7)]
+    par.barrier()
+    return found
+
+
+# -- roles -----------------------------------------------------------------------------------------
+
+
+def in_roles() -> Any:
+    """Only those of a role make its group; the others do something else meanwhile."""
+    par = Parallel()
+    mean = par.group_of(par.role).mean(float(par.rank)) if par.role == "learner" else None
+    said = ""
+    try:
+        par.group_of("learner")
+    except ManyhandsError as error:
+        said = str(error)
+    par.barrier()
+    return [par.role, par.role_rank, par.role_size, par.worker.place.name, mean, said]
+
+
+# -- learners --------------------------------------------------------------------------------------
+
+
+def impala(**options: Any) -> Any:
+    from manyhands.algorithms.impala import IMPALA
+    from manyhands.algorithms.options import IMPALAConfig
+    from manyhands.envs import make_vec
+    from manyhands.networks.build import build_actor_critic
+    from manyhands.networks.lstm import build_recurrent
+
+    envs = make_vec("CartPole-v1", 2, seed=5)
+    spaces = envs.observation_space, envs.action_space
+    units = int(options.get("lstm", 0))
+    model: Any = build_actor_critic(*spaces, hidden=(16, 16), seed=3)
+    if units:
+        model = build_recurrent(*spaces, units=units, hidden=(16,), seed=3)
+    return IMPALA(model, IMPALAConfig(**options), seed=1), envs
+
+
+def unrolls_of(algorithm: Any, envs: Any, count: int, length: int = 12, **more: Any) -> list[Any]:
+    """Unrolls with memory of their own, played by the weights as they are."""
+    from manyhands import wire
+    from manyhands.data.noise import EnvNoise
+    from manyhands.data.rollout import Normaliser
+    from manyhands.data.unroll import UnrollCollector
+
+    collector = UnrollCollector(
+        envs,
+        algorithm.actor,
+        length,
+        EnvNoise(1, 0, envs.num_envs),
+        Normaliser(envs.observation_space, False, False, 0.99),
+        state_size=getattr(algorithm.model, "state_size", 0),
+        **more,
+    )
+    found: list[Any] = []
+    while len(found) < count:
+        found += [wire.decode(wire.encode(u)) for u in collector.collect(algorithm.version)]
+    return found[:count]
+
+
+def learn_from_the_same(updates: int, learners: int) -> Any:
+    """Updates from unrolls that all learners know, each learner taking its part of every four."""
+    from manyhands.algorithms.base import Alone
+    from manyhands.data.unroll import joined
+    from manyhands.engines.attach import attach
+    from manyhands.experiment.timing import Phases
+    from manyhands.strategies.across import OverGroup
+
+    worker = attach()
+    algorithm, envs = impala(learning_rate=1e-3, entropy_weight=0.01)
+    unrolls = unrolls_of(algorithm, envs, 24)
+    envs.close()
+    across: Any = Alone() if learners == 1 else OverGroup(worker.group, Phases())
+    share, rank = 4 // learners, worker.place.rank
+    for update in range(updates):
+        four = [unrolls[(4 * update + i) % len(unrolls)] for i in range(4)]
+        mine = four[rank * share : (rank + 1) * share]
+        algorithm.update(algorithm.prepare_unroll(joined(mine)), across, 0.0)
+    return algorithm.flat.data.numpy().copy()
+
+
+# -- whole runs ------------------------------------------------------------------------------------
+
+
+class Slow(gymnasium.Wrapper):  # type: ignore[type-arg]
+    """One actor's environments are a hundred times slower than the others'."""
+
+    def __init__(self, env: Any, seconds: float) -> None:
+        super().__init__(env)
+        self._seconds = seconds
+
+    def step(self, action: Any) -> Any:
+        if _is_last():
+            time.sleep(self._seconds)
+        return self.env.step(action)
+
+
+class Deadly(gymnasium.Wrapper):  # type: ignore[type-arg]
+    """The last actor is killed in its first life, after some steps."""
+
+    def __init__(self, env: Any, steps: int) -> None:
+        super().__init__(env)
+        self._left = steps
+
+    def step(self, action: Any) -> Any:
+        self._left -= 1
+        if self._left == 0 and _is_last() and os.environ.get("MANYHANDS_LIFE", "0") == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.env.step(action)
+
+
+def _is_last() -> bool:
+    rank, size = (int(os.environ.get(f"MANYHANDS_{x}", "0")) for x in ("RANK", "SIZE"))
+    return size > 0 and rank == size - 1
+
+
+def slow_cartpole(seconds: float = 0.002) -> Any:
+    return Slow(gymnasium.make("CartPole-v1"), seconds)
+
+
+def deadly_cartpole(steps: int = 300) -> Any:
+    return Deadly(gymnasium.make("CartPole-v1"), steps)
+
+
+def role_names(text: str) -> list[str]:
+    given = roles.parse(text)
+    return [given.name(rank) for rank in range(given.size)]
+
+
+def exact(values: Any) -> Any:
+    return np.asarray(values, np.float64)

@@ -1,0 +1,191 @@
+"""Ape-X and the single runs beside it, on every engine that has their parts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PART_ENGINES
+from safetensors.numpy import load_file
+
+import manyhands as mh
+from manyhands.errors import ConfigError
+from manyhands.experiment.folder import SUMMARY
+
+pytestmark = [pytest.mark.usefixtures("nothing_left")]
+
+SMALL: dict[str, Any] = {
+    "env": "CartPole-v1", "num_envs": 4, "steps": 1200, "quiet": True, "tensorboard": False,
+    "timeout": 60.0, "hidden": (16, 16), "learning_starts": 200, "batch_size": 32, "workers": 3,
+    "updates_per_step": 0.25, "rollout_length": 16,
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "dqn": {"algorithm": "dqn"},
+    "dqn, two learners": {"algorithm": "dqn", "workers": 4, "learners": 2, "dueling": True},
+    "dqn, uniform, normalised": {
+        "algorithm": "dqn", "prioritized": False, "normalize_observations": True,
+    },
+    "dqn, dict": {
+        "algorithm": "dqn", "env": "manyhands/Counter-v0",
+        "env_kwargs": {"as_dict": True, "longest": 60},
+    },
+    "ddpg": {"algorithm": "ddpg", "env": "Pendulum-v1", "noise_kind": "ou"},
+    "ddpg, two learners, scaled": {
+        "algorithm": "ddpg", "env": "Pendulum-v1", "workers": 4, "learners": 2,
+        "box_actions": "scale", "noise_spread": 0.3,
+    },
+}  # fmt: skip
+FEW = ("dqn, two learners",)  # for engines that take long to start
+
+
+def train(name: str, folder: Path, **more: Any) -> Any:
+    options = SMALL | CASES[name] | more
+    return mh.train(options.pop("algorithm"), run_dir=str(folder), **options)
+
+
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+def cases() -> list[Any]:
+    found = []
+    for engine in PART_ENGINES:
+        name = engine.values[0]  # type: ignore[attr-defined]
+        for case in CASES if name == "inline" else FEW:
+            marks = engine.marks  # type: ignore[attr-defined]
+            found.append(pytest.param(case, name, marks=marks, id=f"{name}-{case}"))
+    return found
+
+
+@pytest.mark.parametrize(("case", "engine"), cases())
+def test_trains_and_leaves_its_folder(case: str, engine: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    summary = train(case, folder, engine=engine).summary
+    assert set(summary) == set(SUMMARY)
+    assert summary["exit"] == "finished"
+    assert summary["env_steps"] >= 1200
+    assert summary["strategy"] == "apex"
+    assert summary["restarts"] == summary["lost_fragments"] == 0
+    assert {"rollout", "optimisation", "waiting for data"} <= set(summary["phase_seconds"])
+    last = records_of(folder)[-1]
+    wanted = SMALL["updates_per_step"] * SMALL["batch_size"]
+    # Bounded from both sides; from below only once the rows of the warm-up have been caught up on.
+    assert last["samples_per_insert"] <= wanted + 1
+    assert last["replay_size"] > 200
+    assert all(np.isfinite(w).all() for w in load_file(folder / "policy.safetensors").values())
+    policy = mh.load(folder)
+    observation = policy.observation_space.sample()
+    for deterministic in (True, False):
+        assert policy.action_space.contains(policy.act(observation, deterministic))
+    assert np.isfinite(policy.value(observation))
+
+
+@pytest.mark.parametrize("case", ["dqn", "ddpg, two learners, scaled"])
+def test_inline_repeats_to_the_bit(case: str, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        train(case, tmp_path / name, engine="inline")
+    one, two = (load_file(tmp_path / name / "policy.safetensors") for name in ("one", "two"))
+    assert all(np.array_equal(one[k], two[k]) for k in one)
+    rows = [(tmp_path / name / "episodes.csv").read_text().splitlines() for name in ("one", "two")]
+    assert [r.rpartition(",")[0] for r in rows[0]] == [r.rpartition(",")[0] for r in rows[1]]
+
+
+def test_two_learners_are_one_with_the_whole_batch(tmp_path: Path) -> None:
+    """The same actors, the same draws: the weights agree but for the order of summation."""
+    train("dqn", tmp_path / "one", engine="inline", steps=600, workers=3)
+    train("dqn", tmp_path / "two", engine="inline", steps=600, workers=4, learners=2)
+    one, two = (load_file(tmp_path / name / "policy.safetensors") for name in ("one", "two"))
+    for key in one:
+        assert np.allclose(one[key], two[key], atol=1e-4), key
+    episodes = [(tmp_path / n / "episodes.csv").read_text().splitlines() for n in ("one", "two")]
+    returns = [[r.split(",")[3] for r in rows] for rows in episodes]
+    assert returns[0] == returns[1]
+
+
+@pytest.mark.parametrize("algorithm", ["dqn", "ddpg"])
+def test_single_repeats_to_the_bit_and_counts(algorithm: str, tmp_path: Path) -> None:
+    options = SMALL | {"workers": 1, "env": "CartPole-v1" if algorithm == "dqn" else "Pendulum-v1"}
+    for name in ("one", "two"):
+        mh.train(algorithm, run_dir=str(tmp_path / name), engine="inline", **options)
+    one, two = (load_file(tmp_path / name / "policy.safetensors") for name in ("one", "two"))
+    assert all(np.array_equal(one[k], two[k]) for k in one)
+    records = records_of(tmp_path / "one")
+    # 4 envs × 16 steps a round; a quarter of a gradient step for each once there are 200 rows
+    assert [r["env_steps"] for r in records] == [64 * (i + 1) for i in range(len(records))]
+    assert records[0]["gradient_steps"] == 0
+    assert records[-1]["gradient_steps"] == 16
+    assert {"loss", "td_error", "q_mean", "exploration"} <= set(records[-1])
+
+
+@pytest.mark.parametrize("algorithm", ["dqn", "ddpg"])
+@pytest.mark.parametrize("engine", ["inline", "local"])
+def test_a_resumed_run_with_its_replay_goes_on_exactly(
+    engine: str, algorithm: str, tmp_path: Path
+) -> None:
+    env = "CartPole-v1" if algorithm == "dqn" else "Pendulum-v1"
+    more = {"ddpg": {"noise_kind": "ou", "normalize_observations": True}, "dqn": {"n_step": 4}}
+    options = SMALL | {
+        "workers": 1, "env": env, "engine": engine, "checkpoint_replay": True,
+        "learning_rate": 1e-3, "beta": 0.5, "replay_size": 500, **more[algorithm],
+    }  # fmt: skip
+    mh.train(algorithm, run_dir=str(tmp_path / "whole"), **options)
+    half = options | {"steps": 640}
+    mh.train(algorithm, run_dir=str(tmp_path / "half"), **half)
+    result = mh.resume(tmp_path / "half", steps=1200)
+    assert result.summary["exit"] == "finished"
+    one, two = (load_file(tmp_path / n / "policy.safetensors") for n in ("whole", "half"))
+    assert all(np.array_equal(one[k], two[k]) for k in one)
+    rows = [(tmp_path / n / "episodes.csv").read_text().splitlines() for n in ("whole", "half")]
+    assert [r.rpartition(",")[0] for r in rows[0]] == [r.rpartition(",")[0] for r in rows[1]]
+
+
+def test_a_resumed_run_without_its_replay_fills_a_new_one(tmp_path: Path) -> None:
+    options = SMALL | {"workers": 1, "engine": "inline", "steps": 640}
+    mh.train("dqn", run_dir=str(tmp_path / "run"), **options)
+    mh.resume(tmp_path / "run", steps=1280)
+    records = records_of(tmp_path / "run")
+    sizes = [r["replay_size"] for r in records]
+    at = next(i for i in range(1, len(sizes)) if sizes[i] < sizes[i - 1])
+    assert records[at]["env_steps"] == 704
+    assert records[at]["gradient_steps"] == 0
+    assert records[-1]["gradient_steps"] == 16
+    notes = [json.loads(line) for line in (tmp_path / "run/events.jsonl").open()]
+    assert any("--checkpoint-replay" in n.get("text", "") for n in notes)
+
+
+def test_apex_goes_on_with_its_replay(tmp_path: Path) -> None:
+    train("dqn", tmp_path / "run", engine="inline", checkpoint_replay=True)
+    before = records_of(tmp_path / "run")[-1]
+    mh.resume(tmp_path / "run", steps=2400)
+    records = records_of(tmp_path / "run")
+    after = records[records.index(before) + 1]
+    assert after["replay_size"] >= before["replay_size"]
+    assert records[-1]["env_steps"] >= 2400
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "said"),
+    [
+        ("dqn", {"replay_size": 16}, "smaller than a batch of 32"),
+        ("dqn", {"env": "Pendulum-v1"}, "manyhands train ddpg"),
+        ("ddpg", {"env": "CartPole-v1"}, "manyhands train dqn"),
+        ("dqn", {"n_step": 501}, "longer than an episode"),
+        ("dqn", {"n_step": 0}, "at least 1"),
+        ("dqn", {"batch_size": 0}, "at least 1"),
+        ("dqn", {"learning_starts": 5000}, "learning starts with 5,000"),
+        ("dqn", {"learners": 3}, "leave nobody to act"),
+        ("dqn", {"updates_per_step": 0.0}, "nothing would be learned"),
+        ("dqn", {"beta": "linear:0.4:2"}, "from 0 to 1"),
+        ("dqn", {"strategy": "allreduce"}, "single or apex"),
+        ("ddpg", {"env": "Pendulum-v1", "noise_kind": "pink"}, "normal"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    algorithm: str, options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        mh.train(algorithm, run_dir=str(tmp_path / "run"), **(SMALL | options))
+    assert not (tmp_path / "run").exists()
