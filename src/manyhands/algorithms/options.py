@@ -89,7 +89,7 @@ class TRPOConfig:
     """Step size of the value function."""
     value_epochs: int = 10
     """Passes of the value function over each batch."""
-    value_minibatch: int = 256
+    value_minibatch: int = 512
     """Rows of one step of the value function, of all workers together."""
     normalize_advantages: bool = True
     """Advantages with mean 0 and deviation 1 over the rows of all workers."""
