@@ -183,7 +183,7 @@ def _run(plain: dict[str, Any], resumed: dict[str, Any] | None) -> Result:
                 address=run.address,
                 results=True,
                 roles=_roles(run).text if run.workers > 1 else "",
-                restart=tuple(_roles(run).ranks("actor")) if run.engine == "local" else (),
+                restart=_replaceable(run),
                 graceful=True,
             )
             summaries = run_job(job)
@@ -215,6 +215,15 @@ def _run_inline(plain: dict[str, Any], resumed: dict[str, Any] | None) -> list[A
 
 def _roles(run: RunConfig) -> roles.Roles:
     return roles.of_run(run.strategy, run.workers, run.learners, run.reducers)
+
+
+def _replaceable(run: RunConfig) -> tuple[int, ...]:
+    """Workers that nobody waits for, and that can so be started again when they are killed."""
+    asynchronous = ("actor_learner", "gradient_server", "apex")
+    if run.engine != "local" or run.strategy not in asynchronous:
+        return ()
+    given = _roles(run)
+    return tuple(given.ranks("actor") or given.ranks("worker"))
 
 
 def _shared_state(group: Any, path: str) -> dict[str, Any]:

@@ -29,8 +29,8 @@ def _size_faults(experiment: Experiment) -> Iterator[str]:
     if o.replay_size < o.batch_size:
         yield (
             f"a replay of {o.replay_size:,} transitions is smaller than a batch of "
-            f"{o.batch_size:,}; type: --replay-size {max(10_000, 10 * o.batch_size)}, or --batch-size "
-            f"{max(1, o.replay_size)}"
+            f"{o.batch_size:,}; type: --replay-size {max(10_000, 10 * o.batch_size)}, or "
+            f"--batch-size {max(1, o.replay_size)}"
         )
     elif o.replay_size < o.learning_starts:
         yield (
@@ -42,7 +42,7 @@ def _size_faults(experiment: Experiment) -> Iterator[str]:
             f"learning starts with {o.learning_starts:,} transitions, and the run has "
             f"{run.steps:,} steps; type: --learning-starts {run.steps // 10}, or more --steps"
         )
-    if experiment.strategy == "apex" and 0 < run.actors and o.replay_size // run.actors < 1:
+    if experiment.strategy == "apex" and run.actors > 0 and o.replay_size // run.actors < 1:
         yield (
             f"a replay of {o.replay_size:,} does not go into {run.actors} shards; type: "
             f"--replay-size {10_000 * run.actors}"

@@ -9,11 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PART_ENGINES
+from gymnasium.spaces import Box, Discrete
 from safetensors.numpy import load_file
 
 import manyhands as mh
+from manyhands.algorithms.base import Alone
+from manyhands.algorithms.options import CONFIGS
+from manyhands.algorithms.registry import ALGORITHMS
+from manyhands.engines import inline
 from manyhands.errors import ConfigError
 from manyhands.experiment.folder import SUMMARY
+from manyhands.experiment.timing import Phases
+from manyhands.networks.q import build_bounded_actor, build_q_network
+from manyhands.strategies import apex
+from manyhands.strategies.across import OverGroup
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
@@ -38,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
         "box_actions": "scale", "noise_spread": 0.3,
     },
 }  # fmt: skip
-FEW = ("dqn, two learners",)  # for engines that take long to start
+FEW = {"local": ("dqn, two learners", "ddpg"), "ray": ("dqn",)}  # they take long to start
 
 
 def train(name: str, folder: Path, **more: Any) -> Any:
@@ -54,7 +63,7 @@ def cases() -> list[Any]:
     found = []
     for engine in PART_ENGINES:
         name = engine.values[0]  # type: ignore[attr-defined]
-        for case in CASES if name == "inline" else FEW:
+        for case in CASES if name == "inline" else FEW[name]:
             marks = engine.marks  # type: ignore[attr-defined]
             found.append(pytest.param(case, name, marks=marks, id=f"{name}-{case}"))
     return found
@@ -93,16 +102,50 @@ def test_inline_repeats_to_the_bit(case: str, tmp_path: Path) -> None:
     assert [r.rpartition(",")[0] for r in rows[0]] == [r.rpartition(",")[0] for r in rows[1]]
 
 
-def test_two_learners_are_one_with_the_whole_batch(tmp_path: Path) -> None:
-    """The same actors, the same draws: the weights agree but for the order of summation."""
-    train("dqn", tmp_path / "one", engine="inline", steps=600, workers=3)
-    train("dqn", tmp_path / "two", engine="inline", steps=600, workers=4, learners=2)
-    one, two = (load_file(tmp_path / name / "policy.safetensors") for name in ("one", "two"))
-    for key in one:
-        assert np.allclose(one[key], two[key], atol=1e-4), key
-    episodes = [(tmp_path / n / "episodes.csv").read_text().splitlines() for n in ("one", "two")]
-    returns = [[r.split(",")[3] for r in rows] for rows in episodes]
-    assert returns[0] == returns[1]
+@pytest.mark.parametrize("learners", [2, 3])
+@pytest.mark.parametrize("algorithm", ["dqn", "ddpg"])
+def test_several_learners_are_one_with_the_whole_batch(algorithm: str, learners: int) -> None:
+    """The same batches, shared out, summed and collected over a group: weights and priorities."""
+    alone = learn_from_batches(algorithm, None)
+
+    def program() -> Any:
+        from manyhands.engines.attach import attach
+
+        return learn_from_batches(algorithm, attach().group)
+
+    together = inline.run(program, learners, 60.0)
+    for weights, _ in together:
+        assert np.allclose(weights, alone[0], atol=1e-6)
+        assert np.array_equal(weights, together[0][0])
+    assert np.allclose(together[0][1], alone[1], atol=1e-6)  # in the order of the batch
+
+
+def learn_from_batches(algorithm: str, group: Any) -> tuple[Any, Any]:
+    """(weights, all TD errors) after some batches that only the main learner has."""
+    discrete = algorithm == "dqn"
+    space = Discrete(3) if discrete else Box(-2.0, 2.0, (2,))
+    build = build_q_network if discrete else build_bounded_actor
+    model = build(Box(-1.0, 1.0, (4,)), space, hidden=(16, 8), seed=2)
+    learner = ALGORITHMS[algorithm](model, CONFIGS[algorithm](), seed=1)
+    across = Alone() if group is None else OverGroup(group, Phases())
+    rng, told = np.random.default_rng(3), []
+    for _ in range(6):
+        count = 17  # does not go evenly into two or three
+        rows = {
+            "obs": rng.normal(size=(count, 4)).astype(np.float32),
+            "next_obs": rng.normal(size=(count, 4)).astype(np.float32),
+            "action": rng.integers(0, 3, count)
+            if discrete
+            else rng.uniform(-2, 2, (count, 2)).astype(np.float32),
+            "reward": rng.normal(size=count).astype(np.float32),
+            "discount": rng.choice([0.0, 0.97], count).astype(np.float32),
+            "weight": rng.random(count).astype(np.float32),
+        }
+        if group is not None and group.rank > 0:
+            rows = {name: column[:0] for name, column in rows.items()}
+        learner.update(apex.shared_out(rows, group), across, 0.0)
+        told.append(apex.collected(learner.errors, group))
+    return learner.flat.data.numpy().copy(), np.concatenate(told)
 
 
 @pytest.mark.parametrize("algorithm", ["dqn", "ddpg"])

@@ -134,3 +134,13 @@ def test_servers_that_do_not_add_up(options: dict[str, Any], words: str, tmp_pat
     more = {"run_dir": str(tmp_path / "run"), "strategy": "gradient_server"}
     with pytest.raises(mh.ConfigError, match=words):
         mh.train("a2c", **(SMALL | more | options))
+
+
+@pytest.mark.parametrize("case", ["a3c", "a3c, two levels"])
+def test_a_gradient_that_is_too_old_is_computed_again(case: str, tmp_path: Path) -> None:
+    """With no lag allowed nearly every push of two workers comes too late, and all are counted: a
+    run in which pushed is not applied and refused fails at its end."""
+    result = train(case, tmp_path / "run", engine="inline", max_lag=0, steps=2000)
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    assert {record["lag_max"] for record in records} == {0.0}
+    assert result.summary["lost_fragments"] == records[-1]["refused"] > 0

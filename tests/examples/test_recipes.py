@@ -50,13 +50,15 @@ def tiny(experiment: Experiment, folder: Path) -> Experiment:
     run: dict[str, Any] = plain["run"]
     run |= {"workers": 1, "strategy": "single", "engine": "inline", "num_envs": 2}
     run |= {"rollout_length": 16, "quiet": True, "run_dir": str(folder / "run")}
-    run |= {"target_return": None, "steps": UPDATES * 32}
+    run |= {"target_return": None, "steps": UPDATES * 32, "unrolls": 0}
     if run["collect"] == "episodes":
         run["env_kwargs"] = {**run["env_kwargs"], "max_episode_steps": 40}
         run |= {"batch_steps": 80, "steps": UPDATES * 80}
     own = plain[experiment.algorithm]
     if "minibatch" in own:
         own["minibatch"] = 16
+    if "learning_starts" in own:
+        own |= {"learning_starts": 16, "batch_size": 16}
     return from_plain(plain)
 
 

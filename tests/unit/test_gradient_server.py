@@ -45,7 +45,8 @@ def test_levels_change_nothing(numbers: list[int], each: int, reduce: str) -> No
             assert oldest is not None
             total, count = below.take_sum()
             top.offer(total, oldest, i, count)
-    assert flat.full and top.full
+    assert flat.full
+    assert top.full
     np.testing.assert_array_equal(flat.take(), top.take())
     assert flat.counters() == top.counters()
 

@@ -121,7 +121,7 @@ def test_a_reward_at_the_very_end_is_learned(tmp_path: Any) -> None:
     """With the last target fixed at zero, as it was in one of the founding systems, it never is."""
     result = mh.train(
         "impala", env="manyhands/Delayed-v0", env_kwargs={"length": 8}, engine="inline", workers=3,
-        steps=60_000, target_return=0.95, quiet=True, tensorboard=False, run_dir=str(tmp_path / "r"),
-        learning_rate=3e-3, entropy_weight=0.01,
+        steps=60_000, target_return=0.95, learning_rate=3e-3, entropy_weight=0.01, quiet=True,
+        tensorboard=False, run_dir=str(tmp_path / "run"),
     )  # fmt: skip
     assert result.solved, result.summary

@@ -38,7 +38,8 @@ def test_edges_are_where_the_next_row_does_not_show_what_followed() -> None:
     made = collector("manyhands/TimeLimit-v0", 8, kwargs={"limit": 5})
     unroll = made.collect(7)[0]
     assert unroll["version"] == 7
-    assert unroll["truncated"][4].all() and unroll["truncated"].sum() == 2
+    assert unroll["truncated"][4].all()
+    assert unroll["truncated"].sum() == 2
     assert sorted(map(tuple, unroll["edge_at"].tolist())) == [(4, 0), (4, 1), (7, 0), (7, 1)]
     seen = {tuple(at): float(obs[0]) for at, obs in zip(unroll["edge_at"], unroll["edges"],
                                                         strict=True)}  # fmt: skip
@@ -53,7 +54,8 @@ def test_a_terminated_step_has_no_edge() -> None:
     made = collector("manyhands/Delayed-v0", 6, envs=1, kwargs={"length": 3})
     unroll = made.collect(0)[0]
     assert np.flatnonzero(unroll["terminated"][:, 0]).tolist() == [2, 5]
-    assert len(unroll["edges"]) == 0 and unroll["edge_at"].shape == (0, 2)
+    assert len(unroll["edges"]) == 0
+    assert unroll["edge_at"].shape == (0, 2)
     made.envs.close()
 
 
@@ -87,7 +89,8 @@ def test_joined_pads_with_rows_that_do_not_count() -> None:
     for b, episode in enumerate(episodes):
         np.testing.assert_array_equal(one["obs"][: lengths[b], b], episode["obs"][:, 0])
     for (t, b), obs in zip(one["edge_at"], one["edges"], strict=True):
-        assert t == lengths[b] - 1 and one["truncated"][t, b]
+        assert t == lengths[b] - 1
+        assert one["truncated"][t, b]
         np.testing.assert_array_equal(obs, episodes[b]["edges"][0])
 
 

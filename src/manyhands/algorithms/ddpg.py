@@ -122,7 +122,7 @@ class DDPG(OffPolicy):
             else 0.5 * error.square()
         )
         total = (there["weight"] * losses).sum()
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         self.errors = error.detach().cpu().numpy()
         return self._sums(total.item(), q.detach().cpu().numpy(), float(value.sum().detach()))
 

@@ -110,7 +110,7 @@ class DQN(OffPolicy):
             else 0.5 * error.square()
         )
         total = (there["weight"] * losses).sum()
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         self.errors = error.detach().cpu().numpy()
         return self._sums(total.item(), taken.detach().cpu().numpy())
 

@@ -54,6 +54,9 @@ class Explorer(Protocol):
 class OffPolicy(Algorithm):
     """One network with its target, and a step on rows that any policy has collected."""
 
+    model: Any  # a QNetwork or a BoundedActor, or what the user has in place of them
+    target: Any
+
     def __init__(self, model: Any, options: Any, **kwargs: Any) -> None:
         super().__init__(model, options, **kwargs)
         self.target = copy.deepcopy(self.model)

@@ -37,7 +37,7 @@ def epsilon_greedy(q: Array, epsilon: Array, chance: EnvNoise) -> Array:
     """The best of each row of Q [N, n], or any action at all with probability ε [N]."""
     drawn = chance.random((len(q), 2))
     anything = np.minimum((drawn[:, 1] * q.shape[1]).astype(np.int64), q.shape[1] - 1)
-    return np.where(drawn[:, 0] < epsilon, anything, q.argmax(axis=1))
+    return np.asarray(np.where(drawn[:, 0] < epsilon, anything, q.argmax(axis=1)))
 
 
 class ActionNoise:

@@ -41,8 +41,8 @@ class NumpyMLP:
         views, grads = flat.views(), flat.grad_views()
 
         def layer(path: str, activation: str) -> Layer:
-            names = (f"{path}.weight", f"{path}.bias")
-            return Layer(*(views[n] for n in names), *(grads[n] for n in names), activation)
+            weight, bias = f"{path}.weight", f"{path}.bias"
+            return Layer(views[weight], views[bias], grads[weight], grads[bias], activation)
 
         parts = list(trunk)
         kinds = ["tanh" if isinstance(part, nn.Tanh) else "relu" for part in parts[1::2]]

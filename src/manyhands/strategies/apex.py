@@ -221,17 +221,19 @@ def slack(crew: Crew) -> float:
 def steps_of_a_round(crew: Crew) -> int:
     """Gradient steps between two records: those that belong to rollout_length steps of each
     environment."""
-    return max(1, round(crew.experiment.options.updates_per_step * crew.experiment.run.batch))
+    ratio: float = crew.experiment.options.updates_per_step
+    return max(1, round(ratio * crew.experiment.run.batch))
 
 
 def looks_of(crew: Crew) -> int:
     """Gradient steps between two publications: as often as actors look."""
     run, o = crew.experiment.run, crew.experiment.options
-    return max(1, int(o.updates_per_step * o.pull_every * run.num_envs))
+    steps: float = o.updates_per_step * o.pull_every * run.num_envs
+    return max(1, int(steps))
 
 
 def told(replay: ShardedReplay) -> dict[str, float]:
-    names = ("samples_per_insert", "stale_updates", "redrawn", "lost_shards")
+    names = ("inserted", "samples_per_insert", "stale_updates", "redrawn", "lost_shards")
     counters = replay.counters
     return {"replay_size": float(replay.all_size)} | {
         name: float(counters[name]) for name in names if name in counters

@@ -217,7 +217,7 @@ class Lesson:
         """What was drawn, as the algorithm takes it."""
         rows, see = drawn.rows, self._normaliser.apply
         seen = {"obs": see(rows["obs"]), "next_obs": see(rows["next_obs"])}
-        return rows | seen | {"weight": drawn.weights}
+        return {**rows, **seen, "weight": drawn.weights}
 
     def learn(self, rows: Batch, across: Across, progress: float) -> Array:
         """One gradient step; the new TD errors of these rows."""
