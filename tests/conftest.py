@@ -18,14 +18,18 @@ sys.path.insert(0, os.path.dirname(__file__))  # worker processes find `programs
 SHM = "/dev/shm"
 
 
-def engine_params(*engines: str) -> list[object]:
+def engine_params(*engines: str, slow: str = "") -> list[object]:
     marks = {"mpi": [pytest.mark.mpi], "ray": [pytest.mark.ray]}
+    if slow:
+        marks[slow] = [*marks[slow], pytest.mark.slow]
     return [pytest.param(e, marks=marks.get(e, []), id=e) for e in engines]
 
 
 ALL_ENGINES = engine_params("inline", "local", "mpi", "ray", "torch")
 PROCESS_ENGINES = engine_params("local", "mpi", "ray", "torch")
 PART_ENGINES = engine_params("inline", "local", "ray")
+# Ray takes seconds to start: for what differs little from a test that runs on it anyway.
+PART_ENGINES_RAY_LATER = engine_params("inline", "local", "ray", slow="ray")
 
 
 # Every process that a test starts inherits this mark, however far it runs away.

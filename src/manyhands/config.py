@@ -33,8 +33,9 @@ class RunConfig:
     env: str
     """Gymnasium id, such as CartPole-v1, or package.module:function that makes an environment."""
     strategy: str = ""
-    """Who acts and who learns: single, gather, allreduce, gradient_server or actor_learner (empty:
-    single for one worker, else actor_learner for impala and allreduce for the others)."""
+    """Who acts and who learns: single, gather, allreduce, gradient_server, actor_learner or apex
+    (empty: single for one worker, else actor_learner for impala, apex for dqn and ddpg, and
+    allreduce for the others)."""
     engine: str = "local"
     """How workers run and talk: inline, local, mpi, ray or torch."""
     workers: int = 1
@@ -60,7 +61,7 @@ class RunConfig:
     """With strategy=gather: the main worker only learns, while the others collect the next batch
     with weights that are exactly one update old."""
     learners: int = 1
-    """With strategy=actor_learner: how many of the workers learn; the others act."""
+    """With strategy=actor_learner or apex: how many of the workers learn; the others act."""
     unrolls: int = 0
     """With strategy=actor_learner: unrolls of one update, of all learners together; with
     collect=episodes each is a whole episode (0: one for each actor)."""
@@ -341,6 +342,7 @@ def _assemble(
         run = dataclasses.replace(run, rollout_length=getattr(options, "ROLLOUT_LENGTH", 256))
     if run.normalize_rewards is None:
         run = dataclasses.replace(run, normalize_rewards=usual(options, "normalize_rewards"))
-    if algorithm in ("impala", "dqn", "ddpg") and not run.strategy:  # who acts decides what a batch is
+    # Who acts decides what a batch is.
+    if algorithm in ("impala", "dqn", "ddpg") and not run.strategy:
         run = dataclasses.replace(run, strategy=default_strategy(algorithm, run.workers))
     return Experiment(algorithm, run, options(**parts[1]))

@@ -53,7 +53,9 @@ def cases() -> list[Any]:
     for engine in PART_ENGINES:
         name = engine.values[0]  # type: ignore[attr-defined]
         for case in CASES if name == "inline" else FEW:
-            marks = engine.marks  # type: ignore[attr-defined]
+            marks = [*engine.marks]  # type: ignore[attr-defined]
+            if name == "ray" and case != FEW[0]:
+                marks.append(pytest.mark.slow)
             found.append(pytest.param(case, name, marks=marks, id=f"{name}-{case}"))
     return found
 

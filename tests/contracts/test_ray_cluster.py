@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,11 +32,13 @@ EPISODES = {"collect": "episodes", "batch_steps": 300, "steps": 900}
 def address() -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
+    before = signal.getsignal(signal.SIGTERM)
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
     )
     try:
         cluster.add_node(num_cpus=2)
+        signal.signal(signal.SIGTERM, before)  # Ray takes it for itself
         yield str(cluster.address)
     finally:
         cluster.shutdown()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import replay_programs
-from conftest import PART_ENGINES
+from conftest import PART_ENGINES, PART_ENGINES_RAY_LATER
 
 from manyhands import launch
 from manyhands.data.rate_limit import RateLimit
@@ -287,7 +287,7 @@ def test_actors_and_a_learner(engine: str, far: bool) -> None:
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("far", [False, True], ids=["memory", "sent"])
-@pytest.mark.parametrize("engine", PART_ENGINES)
+@pytest.mark.parametrize("engine", PART_ENGINES_RAY_LATER)
 def test_frames(engine: str, far: bool) -> None:
     assert launch(
         replay_programs.frames_from_afar, far, workers=2, engine=engine, timeout=60

@@ -25,6 +25,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -316,11 +317,18 @@ def test_defaults_in_algorithm_page_are_the_defaults(algorithm: str) -> None:
 
 @pytest.mark.parametrize("algorithm", support.built())
 def test_every_number_that_a_run_writes_is_explained(algorithm: str, tmp_path: Path) -> None:
-    small = {"steps": 128, "num_envs": 4, "rollout_length": 16, "workers": 2, "quiet": True}
-    own: dict[str, object] = {"ppo": {"minibatch": 32, "kl_penalty": True}}.get(algorithm, {})
-    result = train(
-        algorithm, env="CartPole-v1", engine="inline", run_dir=str(tmp_path / "run"), **small, **own
-    )
+    small: dict[str, Any] = {
+        "env": "CartPole-v1", "steps": 128, "num_envs": 4, "rollout_length": 16, "workers": 2,
+        "quiet": True,
+    }  # fmt: skip
+    replay = {"learning_starts": 32, "batch_size": 16}
+    own: dict[str, dict[str, Any]] = {
+        "ppo": {"minibatch": 32, "kl_penalty": True},
+        "dqn": replay,
+        "ddpg": replay | {"env": "Pendulum-v1"},
+    }
+    options = small | own.get(algorithm, {})
+    result = train(algorithm, engine="inline", run_dir=str(tmp_path / "run"), **options)
     record = json.loads((result.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     files = rows_of_tables("docs/reference/metrics.md")
     assert [name for name in record if name not in files] == []

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ALL_ENGINES
@@ -20,6 +21,12 @@ BEFORE = (FOLDER / "before.py").read_text()
 AFTER = ["after_allreduce.py", "after_gather.py"]
 BIN = Path(sys.executable).parent
 LIMIT = 8  # added + removed lines
+
+
+def _marks(name: str, engine: Any) -> list[Any]:
+    """Ray takes seconds to start: one of the two programs is enough before `make test-slow`."""
+    later = engine.id == "ray" and name == AFTER[0]
+    return [*engine.marks, *([pytest.mark.slow] if later else [])]
 
 
 @pytest.mark.parametrize("name", AFTER)
@@ -79,8 +86,14 @@ def test_with_one_worker_both_forms_are_one_program(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("engine", ALL_ENGINES)
-@pytest.mark.parametrize("name", AFTER)
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        pytest.param(name, *engine.values, marks=_marks(name, engine), id=f"{name}-{engine.id}")
+        for name in AFTER
+        for engine in ALL_ENGINES
+    ],
+)
 def test_manyhands_launch(name: str, engine: str, tmp_path: Path) -> None:
     script = edited(name, tmp_path, UPDATES=2)
     command = [sys.executable, "-m", "manyhands.cli.main", "launch", "-n", "2"]
@@ -149,6 +162,7 @@ def solves(name: str, seed: int, tmp_path: Path) -> None:
     assert "solved" in text, text
 
 
+@pytest.mark.slow
 def test_allreduce_solves_cartpole(tmp_path: Path) -> None:
     solves("after_allreduce.py", 1, tmp_path)
 

@@ -32,6 +32,8 @@ def missing_package(experiment: Experiment) -> str:
         package = "ale_py"
     elif run.env.startswith(("HalfCheetah", "Walker2d")):
         package = "mujoco"
+    elif run.env.startswith("LunarLander"):
+        package = "Box2D"
     else:
         return ""
     return "" if importlib.util.find_spec(package) else package

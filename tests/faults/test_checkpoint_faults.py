@@ -50,7 +50,7 @@ LONG = [
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps"), [(8, 40_000), pytest.param(50, 250_000, marks=pytest.mark.slow)]
+    ("kills", "steps"), [(5, 40_000), pytest.param(50, 250_000, marks=pytest.mark.slow)]
 )
 @pytest.mark.timeout(1200)
 def test_killed_again_and_again(kills: int, steps: int, tmp_path: Path) -> None:

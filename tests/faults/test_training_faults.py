@@ -197,7 +197,7 @@ def test_wrong_configuration_starts_nothing(
     ("words", "said"),
     [
         (["pp0", "--env", "CartPole-v1"], "did you mean ppo?"),
-        (["dqn", "--env", "CartPole-v1"], "dqn is not built yet"),
+        (["dqn", "--env", "Pendulum-v1", "-n", "1"], "ddpg"),
         (["ppo", "--env", "CartPole-v9"], "CartPole"),
         (["ppo", "--env", "CartPole-v1", "--strategy", "apex"], "fresh data only"),
         (["ppo", "--env", "CartPole-v1", "--strategy", "single", "-n", "2"], "--workers 1"),

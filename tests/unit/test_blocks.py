@@ -7,7 +7,7 @@ from typing import Any
 import async_programs
 import pytest
 import torch
-from conftest import PART_ENGINES
+from conftest import PART_ENGINES, PART_ENGINES_RAY_LATER
 from torch.distributions import Categorical
 
 import manyhands as mh
@@ -28,7 +28,7 @@ def test_versions_are_compared_and_set(engine: str) -> None:
     assert "version 1 is not kept; there are 5, 6, 7" in owner["gone"]
 
 
-@pytest.mark.parametrize("engine", PART_ENGINES)
+@pytest.mark.parametrize("engine", PART_ENGINES_RAY_LATER)
 def test_networks_that_differ_are_named(engine: str) -> None:
     said = launch(async_programs.different_networks, workers=2, engine=engine, timeout=60)
     assert said[0] == ""
@@ -36,7 +36,7 @@ def test_networks_that_differ_are_named(engine: str) -> None:
     assert "(3, 3) at worker 1 of 2" in said[1]
 
 
-@pytest.mark.parametrize("engine", PART_ENGINES)
+@pytest.mark.parametrize("engine", PART_ENGINES_RAY_LATER)
 def test_shared_values(engine: str) -> None:
     told = launch(async_programs.shared_values, workers=3, engine=engine, timeout=60)
     assert {t[0] for t in told} == {150}

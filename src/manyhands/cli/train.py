@@ -41,6 +41,7 @@ strategies, by --strategy (with one worker: single):
   gather           every worker collects, the main worker learns
   gradient_server  workers push gradients to a server when they are ready; a2c is A3C then
   actor_learner    actors send unrolls to one learner or several (default of impala)
+  apex             actors fill a replay that learners draw from (default of dqn and ddpg)
   single           one worker
 
 engines, by --engine: {engines}; `manyhands support` says what goes with what
@@ -60,6 +61,8 @@ _WHAT = {
     "ppo": "proximal policy optimisation: several passes over each batch, the step clipped",
     "trpo": "trust region policy optimisation: the natural gradient, KL bounded",
     "impala": "actors and learners apart: V-trace corrects for data older than the policy",
+    "dqn": "deep Q-learning from a prioritized replay, for discrete actions; with apex Ape-X",
+    "ddpg": "a deterministic policy that climbs its critic, for continuous actions",
 }
 _GROUP_HELP = {
     "run": "What to train, for how long, and where the results go.",
@@ -110,7 +113,8 @@ def parse(argv: list[str]) -> Experiment:
     if values["workers"] is None:
         strategy = values["strategy"] or default_strategy(algorithm, os.cpu_count() or 1)
         # Those that only learn or serve come on top.
-        more = {"actor_learner": values["learners"], "gradient_server": 1 + values["reducers"]}
+        more = {"actor_learner": values["learners"], "gradient_server": 1 + values["reducers"],
+                "apex": values["learners"]}  # fmt: skip
         acting = default_workers(strategy, values["num_envs"])
         values["workers"] = acting + more.get(strategy, int(values["overlap"]))
     return build(algorithm, **values)

@@ -369,6 +369,11 @@ def init_process_group(rank: int, size: int, store: Any, timeout: float, *,
             # WHY one of our own: the script's calls on its group and ours must not mix.
             return dist.new_group(backend=backend, timeout=limit)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    # WHY wait: gloo is up here before it is up there, and a worker that leaves at once would cut
+    # off one that still connects.
+    if store.add("connected", 1) == size:
+        store.set("all connected", "1")
+    store.wait(["all connected"], limit)
     return dist.group.WORLD
 
 

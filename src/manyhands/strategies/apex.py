@@ -255,6 +255,8 @@ def farewell(crew: Crew, ledger: ApexLedger, desk: Desk, replay: ShardedReplay) 
         crew.worker.timeout,
     )
     ledger.late = len(desk._take())
+    for last in desk.left.values():
+        ledger.seen_alive(last)
     mine = [crew.phases.totals()]
     if crew.group is not None:
         mine = crew.group.exchange(mine[0])
@@ -285,16 +287,22 @@ class ApexLedger(Ledger):
         self._replay = replay
 
     def heard(self, parcel: Parcel) -> None:
-        """Count what an actor says; see by its life whether it was started again."""
-        assert self._replay is not None
-        actor = int(parcel["actor"])
-        if int(parcel["life"]) > self.lives.get(actor, 0):
-            shard = self.crew.acting.index(actor)
-            rows = self._replay.lose(shard)
-            self.records.folder.event(
-                "shard_lost", worker=actor, rows=rows, what=self._replay.on_loss
-            )
+        """Count what an actor says."""
+        self.seen_alive(parcel)
         self.arrived(parcel)
+
+    def seen_alive(self, parcel: Parcel) -> None:
+        """By its life an actor that was started again is known: what did the one before leave?"""
+        assert self._replay is not None
+        actor, life = int(parcel["actor"]), int(parcel["life"])
+        if life <= self.lives.get(actor, 0):
+            return
+        rows = self._replay.lose(self.crew.acting.index(actor))
+        what = self._replay.on_loss
+        self.records.folder.event("shard_lost", worker=actor, rows=rows, what=what)
+        if "bye" in parcel:  # it came back too late to do anything
+            self.lives[actor] = life
+            self.records.folder.event("restart", worker=actor, life=life)
 
     def checkpoint(self) -> None:
         if self.crew.rank != 0:

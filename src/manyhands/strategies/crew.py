@@ -53,7 +53,9 @@ class Crew:
         self.stop = False
         self.group: Group | None = None  # of the learners, where there are several
         self.counted = (0, 0)  # steps and updates so far, for the last words of a run that fails
-        self._store: WeightStore = worker.weights(POLICY, writer=0)
+        # Alone there is nobody to pull, and not every engine has such a store.
+        alone = run.workers == 1
+        self._store: WeightStore | None = None if alone else worker.weights(POLICY, writer=0)
         self._newest = 0  # of the store's own count
         self._number = 0  # parcels sent
 
@@ -85,7 +87,7 @@ class Crew:
 
     def publish(self, **news: Any) -> None:
         """The main worker's weights for all, with whatever else they are to know."""
-        if self.rank == 0:
+        if self.rank == 0 and self._store is not None:
             tree = {
                 "weights": self.algorithm.flat.data.cpu(),
                 "version": self.algorithm.version,
@@ -98,6 +100,7 @@ class Crew:
     def pull(self) -> dict[str, Any] | None:
         """Take over the newest weights, if there are newer ones; waits for the very first."""
         wait = self.worker.timeout if self._newest == 0 else None
+        assert self._store is not None
         found = self._store.pull(newer_than=self._newest, timeout=wait)
         if found is None:
             return None

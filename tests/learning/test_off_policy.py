@@ -1,0 +1,87 @@
+"""DQN and DDPG to their thresholds, five seeds out of five. `make test-slow`."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import manyhands as mh
+
+SEEDS = [1, 2, 3, 4, 5]
+
+
+def train(algorithm: str, folder: Path, **options: Any) -> Any:
+    return mh.train(algorithm, run_dir=str(folder), quiet=True, tensorboard=False, **options)
+
+
+def test_dqn_learns_to_repeat_what_it_sees(tmp_path: Path) -> None:
+    """A few seconds: 16 steps an episode, 1 for each right one; by chance a quarter of them."""
+    result = train(
+        "dqn", tmp_path / "run", env="manyhands/Identity-v0", engine="inline", seed=1, steps=6_000,
+        hidden=(32,), gamma=0.0, n_step=1, epsilon_steps=2_000, target_return=15.0,
+    )  # fmt: skip
+    assert result.solved, result.summary
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("strategy", ["single", "apex"])
+def test_dqn_cartpole(strategy: str, seed: int, tmp_path: Path) -> None:
+    workers = 1 if strategy == "single" else 3
+    result = train(
+        "dqn", tmp_path / "run", env="CartPole-v1", strategy=strategy, workers=workers, seed=seed,
+        steps=120_000, target_return=475.0,
+    )  # fmt: skip
+    assert result.solved, result.summary
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("strategy", ["single", "apex"])
+def test_ddpg_pendulum(strategy: str, seed: int, tmp_path: Path) -> None:
+    workers = 1 if strategy == "single" else 3
+    result = train(
+        "ddpg", tmp_path / "run", env="Pendulum-v1", strategy=strategy, workers=workers, seed=seed,
+        steps=60_000, target_return=-200.0,
+    )  # fmt: skip
+    assert result.solved, result.summary
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_dqn_apex_solves_the_tutorials_cartpole(tmp_path: Path) -> None:
+    """Networks and measure of the tutorial, two actors and two learners: the median of five seeds
+    is at most 350 episodes an actor (the tutorial: 738 to 757)."""
+    needed = []
+    for seed in SEEDS:
+        folder = tmp_path / str(seed)
+        train(
+            "dqn", folder, env="CartPole-v0", strategy="apex", workers=4, learners=2, num_envs=2,
+            seed=seed, steps=100_000, hidden=(16, 16), activation="relu", batch_size=64,
+            updates_per_step=0.5, target_every=100, learning_rate=2e-3, epsilon_steps=4_000,
+            target_return=197.0,
+        )  # fmt: skip
+        needed.append(max(episodes_until_solved(folder / "episodes.csv").values()))
+    assert sorted(needed)[2] <= 350, needed
+
+
+def episodes_until_solved(file: Path) -> dict[str, int]:
+    """Of each actor: its smoothed return (9 parts old, 1 part new) above 190 five times running."""
+    smooth: dict[str, float] = {}
+    running: dict[str, int] = {}
+    played: dict[str, int] = {}
+    solved: dict[str, int] = {}
+    with file.open(newline="") as rows:
+        for row in csv.DictReader(rows):
+            who = row["worker"]
+            played[who] = played.get(who, 0) + 1
+            smooth[who] = 0.9 * smooth.get(who, 0.0) + 0.1 * float(row["return"])
+            running[who] = running.get(who, 0) + 1 if smooth[who] > 190 else 0
+            if running[who] == 5:
+                solved.setdefault(who, played[who])
+    return {who: solved.get(who, 10**9) for who in played}
