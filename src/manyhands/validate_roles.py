@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from manyhands import support
 from manyhands.config import Experiment, RunConfig
 
 
 def faults(experiment: Experiment) -> Iterator[str]:
     run, strategy = experiment.run, experiment.strategy
+    if support.ALGORITHMS[experiment.algorithm].get(strategy) != support.OK:
+        return  # refused already: the parts in it do not matter
     if strategy == "actor_learner":
         yield from _learner_faults(run)
     elif run.learners != 1 and strategy != "apex":

@@ -262,7 +262,7 @@ def test_the_gradient_is_overwritten_and_backward_can_be_repeated():
     assert torch.equal(flat.grad, first)
 
 
-def test_work_arrays_are_kept_for_equal_sizes_and_do_not_pile_up():
+def test_work_arrays_are_kept_and_shared_by_all_sizes():
     model = network()
     flat = FlatParameters(model)
     fast = FastGradient(model, flat)
@@ -271,6 +271,8 @@ def test_work_arrays_are_kept_for_equal_sizes_and_do_not_pile_up():
     for rows in range(1, 20):
         fast.forward(normal(rows, 4))
         assert len(fast._kept) <= KEPT_SIZES
+    here = np.shares_memory(fast.forward(normal(5, 4))[1], fast.forward(normal(7, 4))[1])
+    assert here  # no memory of its own for every size
     fast.forward(normal(3, 4))
     fast.forward(normal(8, 4))  # another size between must not disturb
     fast.backward(normal(8, 3), normal(8))

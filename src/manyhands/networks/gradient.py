@@ -7,11 +7,13 @@
 WHY: for networks of 64 x 64 and minibatches of hundreds of rows torch spends more time on graph
 and dispatch than on arithmetic. Policy and value net have equal shapes, so their activations lie
 end to end, [nets, N, width], and element-wise work is one call for both. Work arrays are kept
-between calls: touching fresh memory costs a page fault for every 4 KiB.
+between calls, whatever their number of rows: touching fresh memory costs a page fault for every
+4 KiB.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,7 +27,7 @@ from manyhands.networks.build import ActorCritic, Observations, has_image
 from manyhands.networks.flat import FlatParameters
 from manyhands.networks.heads import Array
 
-KEPT_SIZES = 4  # work arrays for so many batch sizes: a minibatch, the last short one, and spare
+KEPT_SIZES = 256  # views of the work arrays, one set for each number of rows
 
 
 class Activation(NamedTuple):
@@ -81,6 +83,7 @@ class _Nets:
         self._activation = kinds[0] if kinds else None
         self._nets = len(trunks)
         self._outputs = self._parameter_size = 0  # of the policy, where there is one
+        self._memory = _Memory(0)
         self._kept: dict[int, _Work] = {}
         self._last: _Work | None = None
 
@@ -126,11 +129,14 @@ class _Nets:
     def _work(self, rows: int) -> _Work:
         work = self._kept.get(rows)
         if work is None:
-            if len(self._kept) == KEPT_SIZES:
-                del self._kept[next(iter(self._kept))]
+            # WHY views of one memory: with several workers each has another number of a minibatch's
+            # rows every time, and fresh arrays for each cost more than the arithmetic.
+            if rows > self._memory.rows or len(self._kept) == KEPT_SIZES:
+                self._kept.clear()
+                self._memory = _Memory(max(rows + rows // 4, self._memory.rows))
             widths = [len(layers[0].bias) for layers in self._trunk]
-            work = _Work(rows, self._nets, widths, self._outputs, self._parameter_size)
-            self._kept[rows] = work
+            sizes = (self._nets, widths, self._outputs, self._parameter_size)
+            work = self._kept[rows] = _Work(self._memory, rows, *sizes)
         return work
 
 
@@ -150,7 +156,7 @@ class FastGradient(_Nets):
     def forward(self, observations: Observations) -> tuple[Array, Array]:
         """(distribution parameters [N, P], values [N]).
 
-        Both are work arrays: the next forward over as many rows overwrites them. The observations
+        Both are work arrays: the next forward overwrites them. The observations
         are needed again in backward and are not copied: leave them as they are until then.
         """
         features = self._features(observations)
@@ -226,31 +232,54 @@ class FastValueGradient(_Nets):
             self._through_trunk(work)
 
 
+class _Memory:
+    """Named arrays for up to so many rows. zeros, not empty: the page faults come here, not in the
+    loop."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._flat: dict[str, Array] = {}
+
+    def take(self, name: str, rows: int, *shape: int, axis: int = 0) -> Array:
+        """A contiguous array of `shape` with an axis of `rows` put in; whoever takes it again, for
+        another number of rows, gets the same memory."""
+        each = math.prod(shape)
+        if name not in self._flat:
+            self._flat[name] = np.zeros(self.rows * each, np.float32)
+        return self._flat[name][: rows * each].reshape(*shape[:axis], rows, *shape[axis:])
+
+
 class _Hidden:
     """What one depth of the trunks keeps: h and ∂loss/∂h, [nets, N, width], and room to work."""
 
-    def __init__(self, values: Array, scratch: Array) -> None:
-        self.values, self.scratch = values, scratch
-        self.d_values = np.zeros_like(values)
+    def __init__(self, memory: _Memory, depth: int, rows: int, nets: int, width: int) -> None:
+        self.values = memory.take(f"h {depth}", rows, nets, width, axis=1)
+        self.d_values = memory.take(f"d {depth}", rows, nets, width, axis=1)
+        self.scratch = memory.take(f"scratch {width}", rows, nets, width, axis=1)
         self.nets, self.d_nets = list(self.values), list(self.d_values)
 
 
 class _Work:
-    """Memory for one batch size. zeros, not empty: the page faults come here, not in the loop."""
+    """The work arrays of one number of rows: views of the memory that all of them share."""
 
     def __init__(
-        self, rows: int, nets: int, widths: list[int], outputs: int, parameter_size: int
+        self,
+        memory: _Memory,
+        rows: int,
+        nets: int,
+        widths: list[int],
+        outputs: int,
+        parameter_size: int,
     ) -> None:
-        shapes = [(nets, rows, width) for width in widths]
-        scratch = {shape: np.zeros(shape, np.float32) for shape in shapes}
-        self.hidden = [_Hidden(np.zeros(shape, np.float32), scratch[shape]) for shape in shapes]
+        self.hidden = [_Hidden(memory, i, rows, nets, width) for i, width in enumerate(widths)]
         self.inputs: list[Array] = []
         # [P, N] in memory, [N, P] to the outside: the layout that densities.py is fast on.
-        columns = np.zeros((parameter_size, rows), np.float32)
+        columns = memory.take("parameters", rows, parameter_size, axis=1)
         self.parameters = columns.T
         self.outputs, self.log_stds = columns[:outputs], columns[outputs:]
-        self.values = np.zeros(rows, np.float32)
-        self.ones = np.ones(rows, np.float32)
+        self.values = memory.take("values", rows)
+        self.ones = memory.take("ones", rows)
+        self.ones.fill(1.0)
 
     @property
     def features(self) -> list[Array]:
