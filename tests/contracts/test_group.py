@@ -157,7 +157,9 @@ def test_worker_that_left_is_named_at_once(engine: str) -> None:
     assert "finished" in str(caught.value)
 
 
-@pytest.mark.parametrize("engine", ["torch", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize(
+    "engine", ["torch", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])]
+)
 def test_data_parallel_goes_through_forward(engine: str) -> None:
     assert launch(programs.data_parallel, False, workers=2, engine=engine, timeout=30) == ["", ""]
     for text in launch(programs.data_parallel, True, workers=2, engine=engine, timeout=30):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import programs
 import pytest
-from conftest import PART_ENGINES
+from conftest import PART_ENGINES, PART_ENGINES_RAY_LATER
 
 from manyhands import launch
 
@@ -19,7 +19,7 @@ def test_channel_delivers_everything_in_each_writers_order(engine: str) -> None:
         assert [i for w, i in got if w == writer] == list(range(12))
 
 
-@pytest.mark.parametrize("engine", PART_ENGINES)
+@pytest.mark.parametrize("engine", PART_ENGINES_RAY_LATER)
 def test_channel_pushes_back_when_full(engine: str) -> None:
     said = launch(programs.channel_full, workers=2, engine=engine, timeout=30)[1]
     number, _, words = said.partition(" ")
@@ -27,7 +27,7 @@ def test_channel_pushes_back_when_full(engine: str) -> None:
     assert "'full'" in words
 
 
-@pytest.mark.parametrize("engine", PART_ENGINES)
+@pytest.mark.parametrize("engine", PART_ENGINES_RAY_LATER)
 def test_empty_channel_has_a_deadline(engine: str) -> None:
     assert "'empty'" in launch(programs.channel_empty, workers=2, engine=engine, timeout=30)[0]
 

@@ -64,7 +64,7 @@ def train_and_tell(case: dict[str, Any]) -> dict[str, Any]:
     return {"node": node, "puts": len(puts), "updates": summary["updates"]}
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_trpo_gathers_whole_episodes_from_both_nodes(
     address: str, workers: int, tmp_path: Path
 ) -> None:

@@ -41,6 +41,25 @@ def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 well, 1 a worker failed, 2 wrong use, 130 Ctrl-C, 138 SIGUSR1, 143 SIGTERM."""
     words = sys.argv[1:] if argv is None else argv
     try:
+        return _run_and_explain(words)
+    finally:
+        _let_go_of_closed_streams()
+
+
+def _let_go_of_closed_streams() -> None:
+    """Python flushes at exit, and leaves with 120 if nobody reads any more what is still there."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            if stream is not None:  # as it is when the descriptor was closed from the start
+                stream.flush()
+        except (OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+
+
+def _run_and_explain(words: list[str]) -> int:
+    try:
         return _answer(words)
     except ManyhandsError as error:
         print(f"manyhands: {error}", file=sys.stderr)
