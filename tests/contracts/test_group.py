@@ -122,7 +122,7 @@ HOW = {
 }
 
 
-# Known fault: with mpi and "skip" the cause is lost about one time in four under load, and the error
+# Known fault: with mpi and "skip" the cause is lost about one time in four, and the error
 # then names the worker only. It stays in `make test-slow` until that is mended.
 DISAGREEMENTS = [
     pytest.param(
