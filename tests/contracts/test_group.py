@@ -122,21 +122,8 @@ HOW = {
 }
 
 
-# Known fault: with mpi and "skip" the cause is lost about one time in four, and the error
-# then names the worker only. It stays in `make test-slow` until that is mended.
-DISAGREEMENTS = [
-    pytest.param(
-        *engine.values,
-        how,
-        marks=[*engine.marks, *([pytest.mark.slow] if (engine.id, how) == ("mpi", "skip") else [])],
-        id=f"{how}-{engine.id}",
-    )
-    for how in ("key", "skip")
-    for engine in ALL_ENGINES
-]
-
-
-@pytest.mark.parametrize(("engine", "how"), DISAGREEMENTS)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
+@pytest.mark.parametrize("how", ["key", "skip"])
 def test_disagreement_names_what_each_had(engine: str, how: str) -> None:
     _check_disagreement(engine, how)
 

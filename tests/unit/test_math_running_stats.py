@@ -161,3 +161,28 @@ def test_merge_is_symmetric():
     a, b = Moments.of(rng.random((3, 2))), Moments.of(rng.random((8, 2)))
     np.testing.assert_allclose(a.merge(b).m2, b.merge(a).m2)
     assert a.merge(Moments.empty((2,))) is a
+
+
+def test_many_small_batches_that_are_overwritten_at_once():
+    """As a rollout does: one array, written over by every step, and far more rows than are kept."""
+    rng = np.random.default_rng(4)
+    rows, stats, now = rng.normal(5.0, 3.0, (1000, 4, 2)), RunningStats((2,)), np.zeros((4, 2))
+    for row in rows:
+        now[:] = row
+        stats.update(now)
+    stats.synchronise()
+    check(stats, rows.reshape(-1, 2))
+
+
+def test_state_between_two_steps_changes_no_bit_of_what_follows():
+    rng = np.random.default_rng(5)
+    rows = rng.normal(5.0, 3.0, (600, 4, 2))
+    whole, first, second = (RunningStats((2,)) for _ in range(3))
+    for number, row in enumerate(rows):
+        whole.update(row)
+        (first if number < 301 else second).update(row)
+        if number == 300:
+            second.load_state(first.state())
+    assert whole.pending.count == second.pending.count == 2400
+    np.testing.assert_array_equal(whole.pending.mean, second.pending.mean)
+    np.testing.assert_array_equal(whole.pending.m2, second.pending.m2)

@@ -25,7 +25,7 @@ from manyhands.errors import ConfigError
 
 STRATEGIES = ("allreduce", "gather")
 BATCH, ENVS = 8192, 32  # many environments: a call of the policy costs the same for few
-UPDATES, ROUNDS = 8, 3
+UPDATES, ROUNDS = 8, 5
 BAR = 24  # characters of a perfect speed-up
 PHASES = ("rollout", "optimisation", "synchronisation", "logging")
 

@@ -34,7 +34,7 @@ from manyhands.trees import Array
 
 LONGEST = 200_000  # steps of one episode; the longest games of Atari take 27,000
 _ROOM = 256  # rows to begin with
-_LOOKS = 25  # how often workers look at each other's episodes while they collect one batch
+_LOOKS = 8  # how often workers look at each other's episodes while they collect one batch
 _AT_ONCE = 1024  # rows of one forward pass: those of images take much memory
 _KEY = "obs/"  # what the names of a Dict observation's columns begin with
 

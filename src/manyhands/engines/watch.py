@@ -182,8 +182,9 @@ class Supervisor:
         rank, text = (child.ranks[0], what_ended(code))
         if child.explain is not None:
             rank, text = child.explain(code)
-        if self.board.state(rank) <= RUNNING:
-            self.board.set_state(rank, DEAD, text, code=128 - code if code < 0 else code)
+        if self.board.state(rank) not in (EMPTY, RUNNING):
+            text += ", after its work was done"
+        self.board.set_state(rank, DEAD, text, code=128 - code if code < 0 else code)
 
     def _failure(self) -> WorkerError:
         """The original failure: not that of a worker who only suffered from it."""

@@ -124,10 +124,7 @@ def missing_package(env_id: str, error: Exception) -> ManyhandsError:
     if "ale_py" in point:
         return needs("ale-py", "atari", error)
     if "box2d" in point:
-        return SupportError(
-            f"{env_id} needs Box2D, which is not installed; type: "
-            "pip install swig && pip install 'gymnasium[box2d]'"
-        )
+        return needs("Box2D or pygame", "box2d", error)
     return SupportError(f"{env_id} cannot be made, a package is missing: {error}")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.errors import ConfigError
-from manyhands.networks.mlp import HIDDEN_GAIN, linear, orthogonal
+from manyhands.networks.mlp import HIDDEN_GAIN, linear, orthogonal, untouched_chance
 
 NATURE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # (filters, kernel, stride)
 SMALL = ((16, 3, 1),)
@@ -35,8 +35,8 @@ class ImageEncoder(nn.Module):
         nature = side >= SMALLEST_NATURE
         layers: list[nn.Module] = []
         for filters, kernel, stride in NATURE if nature else SMALL:
-            layer = nn.Conv2d(channels, filters, kernel, stride, device="meta")
-            layer = layer.to_empty(device="cpu")
+            with untouched_chance():
+                layer = nn.Conv2d(channels, filters, kernel, stride)
             layers += [orthogonal(layer, HIDDEN_GAIN, generator), nn.ReLU()]
             height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
             channels = filters

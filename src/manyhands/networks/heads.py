@@ -56,6 +56,12 @@ class Head(Protocol):
         ...
 
 
+def log_softmax(logits: Tensor) -> Tensor:
+    """Over the last axis. WHY through columns: torch works along rows as short as a choice of six
+    one number at a time; along columns it is six times as fast, forward and backward."""
+    return logits.movedim(-1, 0).contiguous().log_softmax(0).movedim(0, -1)
+
+
 class Categorical:
     """One choice of n."""
 
@@ -74,14 +80,14 @@ class Categorical:
 
     def log_prob(self, parameters: Tensor, actions: Tensor) -> Tensor:
         index = (actions.long() - self.start).unsqueeze(-1)
-        return parameters.log_softmax(-1).gather(-1, index).squeeze(-1)
+        return log_softmax(parameters).gather(-1, index).squeeze(-1)
 
     def entropy(self, parameters: Tensor) -> Tensor:
-        logp = parameters.log_softmax(-1)
+        logp = log_softmax(parameters)
         return -(logp.exp() * logp).sum(-1)
 
     def kl(self, old: Tensor, new: Tensor) -> Tensor:
-        old_logp, new_logp = old.log_softmax(-1), new.log_softmax(-1)
+        old_logp, new_logp = log_softmax(old), log_softmax(new)
         return (old_logp.exp() * (old_logp - new_logp)).sum(-1)
 
     def to_env(self, actions: Array) -> Array:

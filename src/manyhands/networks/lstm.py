@@ -28,7 +28,7 @@ from manyhands.networks.build import (
 )
 from manyhands.networks.fast import sample
 from manyhands.networks.heads import Array, DiagonalGaussian, Head, make_head
-from manyhands.networks.mlp import linear, mlp
+from manyhands.networks.mlp import linear, mlp, untouched_chance
 
 
 class RecurrentActorCritic(nn.Module):
@@ -55,8 +55,8 @@ class RecurrentActorCritic(nn.Module):
         self.policy_trunk = mlp(
             encoder.features, hidden, activation=activation, generator=generator
         )
-        self.lstm = nn.LSTMCell(hidden[-1] if hidden else encoder.features, units, device="meta")
-        self.lstm = self.lstm.to_empty(device="cpu")
+        with untouched_chance():
+            self.lstm = nn.LSTMCell(hidden[-1] if hidden else encoder.features, units)
         with torch.no_grad():
             for parameter in self.lstm.parameters():
                 bound = 1.0 / math.sqrt(units)  # as torch does, from a stream of our own

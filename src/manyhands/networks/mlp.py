@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,13 @@ HIDDEN_GAIN = math.sqrt(2.0)
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
 
+def untouched_chance() -> AbstractContextManager[None]:
+    """Layers made under it leave torch's global stream where it was: their constructors draw from
+    it, only to be overwritten. WHY not device="meta" and to_empty: that imports sympy, half a
+    second in every worker."""
+    return torch.random.fork_rng(devices=())
+
+
 def orthogonal(layer: Layer, gain: float, generator: torch.Generator | None = None) -> Layer:
     """Orthogonal weights times `gain`, zero bias."""
     nn.init.orthogonal_(layer.weight, gain, generator=generator)
@@ -33,8 +41,8 @@ def linear(
     inputs: int, outputs: int, gain: float, generator: torch.Generator | None = None
 ) -> nn.Linear:
     """A layer whose every number comes from `generator`."""
-    # WHY meta: the usual constructor draws from torch's global stream, only to be overwritten.
-    layer = nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")
+    with untouched_chance():
+        layer = nn.Linear(inputs, outputs)
     return orthogonal(layer, gain, generator)
 
 

@@ -79,7 +79,10 @@ class Crew:
         model = build_model(self.experiment, *self.spaces)
         acts = self.part.role in ("actor", "worker")
         device = torch.device("cpu") if acts else device_of(run.device)
-        if not acts and run.engine in ("local", "ray"):  # learners get the cores that are left
+        # Learners of images get the cores that are left. WHY not all learners: threads that meet
+        # after every small product of an MLP cost more than they bring, and on a machine with other
+        # jobs a hundred times more.
+        if not acts and run.engine in ("local", "ray") and _convolves(model):
             torch.set_num_threads(max(1, cores() - run.workers + 1))
         return ALGORITHMS[self.experiment.algorithm](model, options, seed=run.seed, device=device)
 
@@ -231,3 +234,7 @@ class Inbox:
             if parcel is not None:
                 late.append(parcel)
         return late
+
+
+def _convolves(model: torch.nn.Module) -> bool:
+    return any(isinstance(part, torch.nn.Conv2d) for part in model.modules())
