@@ -102,7 +102,7 @@ def test_wrong_names_get_the_nearest_ones(env: object, words: str) -> None:
     [
         ("ALE/Pong-v5", "ale_py", r"pip install 'manyhands\[atari\]'"),
         ("HalfCheetah-v5", "mujoco", r"pip install 'manyhands\[mujoco\]'"),
-        ("LunarLander-v3", "Box2D", r"pip install 'gymnasium\[box2d\]'"),
+        ("LunarLander-v3", "Box2D", r"pip install 'manyhands\[box2d\]'"),
     ],
 )
 def test_missing_packages_get_the_pip_line(env: str, module: str, words: str) -> None:
