@@ -84,6 +84,6 @@ else:
         if batch:
             replay.update_priorities(batch.ids, found["errors"])
             updates % 10 or policy.push()
-        if updates % 100 == 0:
+        if updates % 300 == 0:
             target.load_state_dict(q_net.state_dict())
 par.barrier()  # whoever serves stays until all have been served

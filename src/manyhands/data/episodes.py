@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from manyhands.data.noise import EnvNoise
+from manyhands.data.observations import stacked
 from manyhands.data.rollout import Actor, Normaliser, Obs, Rollout
 from manyhands.envs.adapter import Episode, Final, VecAdapter
 from manyhands.errors import WorkerError
@@ -302,7 +303,7 @@ class EpisodeCollector:
     def _bootstrap(self) -> None:
         """V(last observation) where an episode was cut off but did not terminate."""
         if self._cut:
-            finals = _stacked([obs for _, obs in self._cut])
+            finals = stacked([obs for _, obs in self._cut])
             values = self.actor.value(self.normaliser.apply(finals))
             self._rows["next_value"][[row for row, _ in self._cut]] = values
             self._cut.clear()
@@ -372,12 +373,6 @@ def _columns_of(obs: Obs) -> Columns:
 def _obs_of(columns: Columns) -> Obs:
     whole = columns.get("obs")
     return {k.removeprefix(_KEY): v for k, v in columns.items()} if whole is None else whole
-
-
-def _stacked(items: list[Obs]) -> Obs:
-    if isinstance(items[0], dict):
-        return {k: np.stack([i[k] for i in items]) for k in items[0]}
-    return np.stack(items)
 
 
 def _with_room(x: Array, room: int, *, axis: int) -> Array:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from manyhands.data.noise import EnvNoise
+from manyhands.data.observations import at, copy_into, stacked
 from manyhands.envs.adapter import Episode, Final, Step, VecAdapter
 from manyhands.envs.spaces import zeros
 from manyhands.math.running_stats import RunningStats
@@ -157,13 +158,13 @@ class Collector:
         """The next T steps of every environment."""
         if not self._begun:
             self._begun = True
-            self.envs.reset(_at(self._raw, 0))
+            self.envs.reset(at(self._raw, 0))
         else:
-            _copy(_at(self._raw, 0), _at(self._raw, self.length))
+            copy_into(at(self._raw, 0), at(self._raw, self.length))
         ends: list[tuple[int, Final]] = []
         episodes: list[Episode] = []
         for t, row in enumerate(self._rows):
-            seen = self.normaliser.see(_at(self._raw, t))
+            seen = self.normaliser.see(at(self._raw, t))
             acted = self.actor.act(seen, self.noise)
             out = self._remember(t, seen, acted)
             self.envs.step(acted.actions, row)
@@ -171,7 +172,7 @@ class Collector:
                 ends += [(t, final) for final in row.finals]
                 episodes += row.episodes
             self.normaliser.scale(row.reward, row.terminated | row.truncated)
-        last = self.normaliser.apply(_at(self._raw, self.length))
+        last = self.normaliser.apply(at(self._raw, self.length))
         out.next_value[:-1] = out.value[1:]
         out.next_value[-1] = self.actor.value(last)
         self._bootstrap(out, ends)
@@ -183,7 +184,7 @@ class Collector:
 
         Not in it: the policy and the normaliser, which are not the collector's own.
         """
-        envs = self.envs.state(_at(self._raw, self.length)) if self._begun else None
+        envs = self.envs.state(at(self._raw, self.length)) if self._begun else None
         return {"envs": envs, "noise": self.noise.state()}
 
     def load_state(self, state: dict[str, Any]) -> list[str]:
@@ -197,7 +198,7 @@ class Collector:
             return []
         self._begun = True
         restored = self.envs.load_state(state["envs"])
-        _copy(_at(self._raw, self.length), restored.obs)
+        copy_into(at(self._raw, self.length), restored.obs)
         self.normaliser.forget(restored.restarted)
         return restored.reasons
 
@@ -215,7 +216,7 @@ class Collector:
         def like(x: Array) -> Array:
             return np.zeros((self.length, *x.shape), x.dtype)
 
-        obs = self._normal if self._normal is not None else _upto(self._raw, self.length)
+        obs = self._normal if self._normal is not None else at(self._raw, slice(self.length))
         return Rollout(
             obs=obs,
             action=like(acted.actions),
@@ -234,14 +235,14 @@ class Collector:
         cut = [(t, final) for t, final in ends if not out.terminated[t, final.env]]
         if not cut:
             return
-        finals = _stack([final.obs for _, final in cut])
+        finals = stacked([final.obs for _, final in cut])
         values = self.actor.value(self.normaliser.apply(finals))
         for (t, final), value in zip(cut, values, strict=True):
             out.next_value[t, final.env] = value
 
     def _row(self, t: int) -> Step:
         flags = {name: flag[t] for name, flag in self._flags.items()}
-        return Step(obs=_at(self._raw, t + 1), reward=self._reward[t], **flags)
+        return Step(obs=at(self._raw, t + 1), reward=self._reward[t], **flags)
 
 
 def rows_of(x: Obs, valid: Array) -> Obs:
@@ -254,25 +255,3 @@ def rows_of(x: Obs, valid: Array) -> Obs:
         return {k: rows_of(v, valid) for k, v in x.items()}
     flat = x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
     return flat if valid.all() else flat[valid.swapaxes(0, 1).reshape(-1)]
-
-
-def _at(x: Obs, t: int) -> Obs:
-    return {k: v[t] for k, v in x.items()} if isinstance(x, dict) else x[t]
-
-
-def _upto(x: Obs, t: int) -> Obs:
-    return {k: v[:t] for k, v in x.items()} if isinstance(x, dict) else x[:t]
-
-
-def _copy(target: Obs, source: Obs) -> None:
-    if isinstance(target, dict):
-        for k in target:
-            target[k][...] = source[k]
-    else:
-        target[...] = source
-
-
-def _stack(items: list[Obs]) -> Obs:
-    if isinstance(items[0], dict):
-        return {k: np.stack([i[k] for i in items]) for k in items[0]}
-    return np.stack(items)
