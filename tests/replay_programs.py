@@ -21,7 +21,7 @@ def checked_rows(writer: int, first: int, count: int) -> dict[str, np.ndarray]:
     """Rows that carry their own check sum."""
     numbers = np.arange(first, first + count)
     data = np.random.default_rng([writer, first]).random((count, 64))
-    sums = [zlib.crc32(row.tobytes() + bytes([writer])) for row in data]
+    sums = [_sum(row, writer, number) for row, number in zip(data, numbers, strict=True)]
     return {
         "writer": np.full(count, writer),
         "number": numbers,
@@ -30,12 +30,13 @@ def checked_rows(writer: int, first: int, count: int) -> dict[str, np.ndarray]:
     }
 
 
+def _sum(data: np.ndarray, writer: int, number: int) -> int:
+    return zlib.crc32(data, (int(writer) << 24) + int(number))
+
+
 def torn(rows: dict[str, np.ndarray]) -> int:
     """Rows whose check sum is wrong."""
-    sums = [
-        zlib.crc32(row.tobytes() + bytes([int(writer)]))
-        for row, writer in zip(rows["data"], rows["writer"], strict=True)
-    ]
+    sums = list(map(_sum, rows["data"], rows["writer"], rows["number"]))
     return int(np.count_nonzero(np.array(sums) != rows["sum"]))
 
 
@@ -113,19 +114,27 @@ def frames_from_afar(far: bool) -> Any:
     return writer.written
 
 
-def write_for(description: dict[str, Any], seconds: float, rows_at_once: int) -> int:
-    """Append checked rows as fast as possible; how many."""
+def write_for(
+    description: dict[str, Any], seconds: float, rows_at_once: int, rate: float = 0.0
+) -> int:
+    """Append checked rows, `rate` a second or as fast as possible; how many."""
     writer = ShardWriter.open(description)
-    number, end = writer.written, time.monotonic() + seconds
+    number, start = writer.written, time.monotonic()
+    first = number
     blocks = [checked_rows(writer.shard, i * rows_at_once, rows_at_once) for i in range(50)]
-    while time.monotonic() < end:
+    while (passed := time.monotonic() - start) < seconds:
+        ahead = (number - first) * rows_at_once - rate * passed
+        if rate and ahead > 0:
+            time.sleep(ahead / rate)
+            continue
         writer.append(blocks[number % 50], blocks[number % 50]["data"][:, 0])
         number += 1
     return writer.written
 
 
-if __name__ == "__main__":  # a writer of its own process: DESCRIPTION SECONDS ROWS
+if __name__ == "__main__":  # a writer of its own process: DESCRIPTION SECONDS ROWS RATE
     import json
     import sys
 
-    print(write_for(json.loads(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])))
+    _, told, seconds, rows, rate = sys.argv
+    print(write_for(json.loads(told), float(seconds), int(rows), float(rate)))

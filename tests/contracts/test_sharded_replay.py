@@ -129,6 +129,76 @@ def test_stale_updates_never_reach_the_new_row() -> None:
     assert replay.counters["stale_updates"] == 16
 
 
+@pytest.mark.parametrize("shape", ["one empty", "very unequal"])
+def test_stale_updates_of_many_shards_against_a_list(shape: str) -> None:
+    """Rows are overwritten and shards cleared at random while ids of old batches come back: each
+    update reaches the very row it was meant for, or none, and the others are counted."""
+    sizes = SHAPES[shape]
+    replay = ShardedReplay(EXAMPLE, shards=4, capacity=64, batch_size=16, alpha=1.0, eps=0.0)
+    rng, meant, late = np.random.default_rng(3), {}, []  # id -> the priority it must have
+    writers, stale, number = [replay.writer(k) for k in range(4)], 0, 0
+    for turn in range(400):
+        k = int(rng.choice(4, p=np.array(sizes) / sum(sizes)))
+        count = int(rng.integers(1, 6))
+        ids = (k << 44) + np.arange(writers[k].written, writers[k].written + count)
+        errors = rng.random(count) + 0.1
+        writers[k].append(rows(np.arange(number, number + count)), errors)
+        meant |= dict(zip(ids.tolist(), errors.tolist(), strict=True))
+        number += count
+        if turn % 50 == 49:
+            replay.clear(k) if turn % 100 == 49 else writers[k].clear()
+        if not replay.all_size:
+            continue
+        alive = {(s << 44) + t for s in range(4)
+                 for t in range(replay._rings[s].first, replay._rings[s].written)}  # fmt: skip
+        batch = replay.sample()
+        assert set(batch.ids.tolist()) <= alive
+        late.append(batch.ids)
+        if len(late) > 5:  # five batches later
+            old, new = late.pop(0), rng.random(16) + 0.1
+            dead = [i for i in old.tolist() if i not in alive]
+            stale += len(dead)
+            meant |= dict(zip(old.tolist(), new.tolist(), strict=True))
+            assert replay.update_priorities(old, new) == len(dead)
+        sampler = replay._sampler
+        tickets, tree = sampler._tickets, sampler.tree.values
+        for leaf in np.flatnonzero(tickets >= 0):
+            assert tree[leaf] == meant[(int(leaf) // 16 << 44) + int(tickets[leaf])]
+    assert replay.counters["stale_updates"] == stale > 100
+
+
+@pytest.mark.parametrize("prioritized", [True, False])
+def test_size_and_clear_of_one_shard_and_of_all(prioritized: bool) -> None:
+    replay = ShardedReplay(EXAMPLE, shards=3, capacity=30, batch_size=8, prioritized=prioritized)
+    for k, count in enumerate((4, 25, 0)):
+        replay.writer(k).append(rows(np.arange(count) + 100 * k))
+    assert [replay.size(k) for k in range(3)] == [4, 10, 0]
+    assert (replay.all_size, replay.capacity) == (14, 30)
+    replay.clear(1)
+    assert ([replay.size(k) for k in range(3)], replay.all_size) == ([4, 0, 0], 4)
+    assert (replay.sample().rows["number"] < 4).all()
+    replay.all_clear()
+    assert replay.all_size == 0
+    with pytest.raises(CollectiveError, match="there are 0"):
+        replay.sample(timeout=0.05)
+    replay.writer(2).append(rows(np.arange(200, 203)))
+    assert set(replay.sample().rows["number"].tolist()) <= {200, 201, 202}
+    if not prioritized:
+        with pytest.raises(ConfigError, match="draws uniformly"):
+            replay.update_priorities(np.zeros(1, np.int64), np.ones(1))
+
+
+def test_a_closed_replay_keeps_no_actor_waiting() -> None:
+    limit = RateLimit(samples_per_insert=1.0, min_size=10, error_buffer=8)
+    replay = ShardedReplay(EXAMPLE, shards=1, capacity=1000, batch_size=8, limit=limit)
+    writer = replay.writer(0, timeout=0.05)
+    assert until_it_waits(lambda i: writer.append(rows(np.arange(1))), "not drawn enough") < 30
+    replay.close()
+    for _ in range(100):
+        writer.append(rows(np.arange(1)))
+    assert writer.written > 100
+
+
 @pytest.mark.parametrize("on_loss", ["keep", "drop"])
 def test_rows_of_a_lost_actor(on_loss: str) -> None:
     replay = ShardedReplay(EXAMPLE, shards=2, capacity=20, batch_size=16, on_loss=on_loss)
@@ -252,6 +322,7 @@ def test_waiting_for_the_first_rows() -> None:
         ({"capacity": 3}, "capacity 3 is too small"),
         ({"capacity": 10, "batch_size": 16}, "batches of 16"),
         ({"on_loss": "burn"}, "'burn'"),
+        ({"prefetch": -1}, "prefetch -1"),
         ({"limit": RateLimit(1.0, 5, 1.0)}, "error_buffer 1 is too small"),
         ({"limit": RateLimit(0.0)}, "above 0"),
         ({"limit": RateLimit(1.0, 1000)}, "min_size 1000 does not fit"),
@@ -261,6 +332,16 @@ def test_bad_input_is_refused_before_anything_starts(options: dict, words: str) 
     given = {"shards": 4, "capacity": 40, "batch_size": 8, **options}
     with pytest.raises(ConfigError, match=words):
         ShardedReplay(EXAMPLE, **given)
+
+
+@pytest.mark.parametrize("shard", [-1, 2])
+def test_a_shard_that_is_not_there(shard: int) -> None:
+    replay = ShardedReplay(EXAMPLE, shards=2, capacity=20, batch_size=4)
+    for ask in (replay.size, replay.clear, replay.lose, replay.writer, replay.describe):
+        with pytest.raises(ConfigError, match=f"no shard {shard}, but 0 to 1"):
+            ask(shard)
+    with pytest.raises(ConfigError, match="not ids that this replay"):
+        replay.update_priorities(np.array([5 << 44]), np.ones(1))
 
 
 # -- over the engines ------------------------------------------------------------------------------

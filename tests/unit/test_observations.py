@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from manyhands.data.observations import at, copy_into, joined, stacked
+from manyhands.data.observations import appended, copy_into, pick, stacked
 
 PLAIN = np.arange(12.0).reshape(4, 3)
 BOTH = {"a": PLAIN, "b": np.arange(4)}
@@ -11,8 +11,8 @@ BOTH = {"a": PLAIN, "b": np.arange(4)}
 
 @pytest.mark.parametrize("where", [2, slice(1, 3), np.array([3, 0]), PLAIN[:, 0] > 4])
 def test_at(where):
-    np.testing.assert_array_equal(at(PLAIN, where), PLAIN[where])
-    found = at(BOTH, where)
+    np.testing.assert_array_equal(pick(PLAIN, where), PLAIN[where])
+    found = pick(BOTH, where)
     assert set(found) == {"a", "b"}
     for key, whole in BOTH.items():
         np.testing.assert_array_equal(found[key], whole[where])
@@ -30,8 +30,10 @@ def test_copy_into_writes_where_the_target_stands():
 
 
 def test_stacked_and_joined():
-    rows = [at(BOTH, i) for i in range(4)]
+    rows = [pick(BOTH, i) for i in range(4)]
     np.testing.assert_array_equal(stacked(rows)["a"], PLAIN)
     np.testing.assert_array_equal(stacked([PLAIN[0], PLAIN[1]]), PLAIN[:2])
-    np.testing.assert_array_equal(joined([at(BOTH, slice(1)), at(BOTH, slice(1, 4))])["a"], PLAIN)
-    assert joined([PLAIN]) is PLAIN
+    np.testing.assert_array_equal(
+        appended([pick(BOTH, slice(1)), pick(BOTH, slice(1, 4))])["a"], PLAIN
+    )
+    assert appended([PLAIN]) is PLAIN

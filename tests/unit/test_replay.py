@@ -36,15 +36,20 @@ def counts(replay: Replay, batches: int, batch: int, size: int) -> np.ndarray:
     return found
 
 
+def seen(replay: Replay, batch: int) -> set[int]:
+    """All that comes in twenty batches."""
+    return set(np.concatenate([replay.sample(batch).rows["number"] for _ in range(20)]).tolist())
+
+
 def test_uniform_draws_are_uniform_also_after_wrapping() -> None:
     replay = Replay(50, EXAMPLE)
     replay.append(rows(0, 80))
     expected = np.where(np.arange(80) >= 30, 20_000 / 50, 0.0)
-    assert chi_square(counts(replay, 100, 200, 80), expected) < DEVIATIONS
+    assert chi_square(counts(replay, 400, 50, 80), expected) < DEVIATIONS
     assert (replay.sample(10).weights == 1.0).all()
 
 
-@pytest.mark.parametrize("batch", [1, 7, 64])
+@pytest.mark.parametrize("batch", [1, 7, 40])
 def test_draws_follow_priorities(batch: int) -> None:
     replay = PrioritizedReplay(40, EXAMPLE, alpha=0.7, eps=0.0)
     errors = np.arange(60.0) % 9
@@ -93,12 +98,11 @@ def test_a_new_row_has_the_true_maximum() -> None:
 def test_rows_with_priority_0_are_not_drawn_unless_all_are() -> None:
     replay = PrioritizedReplay(10, EXAMPLE, eps=0.0)
     replay.append(rows(0, 10), [0.0] * 9 + [1.0])
-    assert set(replay.sample(100).rows["number"].tolist()) == {9}
+    assert seen(replay, 10) == {9}
     replay.update_priorities(replay.sample(1).ids, [0.0])
-    batch = replay.sample(200)
-    assert set(batch.rows["number"].tolist()) == set(range(10))
-    assert (batch.weights == 1.0).all()
-    assert replay.counters["uniform_draws"] == 200
+    assert seen(replay, 10) == set(range(10))
+    assert (replay.sample(10).weights == 1.0).all()
+    assert replay.counters["uniform_draws"] == 210
 
 
 def test_stale_updates_are_dropped_after_overwriting_and_after_clear() -> None:
@@ -116,7 +120,37 @@ def test_stale_updates_are_dropped_after_overwriting_and_after_clear() -> None:
     assert replay.update_priorities(ids, np.full(4, 99.0)) == 4
     assert tree.values.tolist() == [3.0] * 4
     assert replay.size == 4
-    assert set(replay.sample(50).rows["number"].tolist()) == {6, 7, 8, 9}
+    assert seen(replay, 4) == {6, 7, 8, 9}
+
+
+def test_a_row_of_its_own_at_a_time() -> None:
+    """Batches of one row, in and out, past the end of the buffer."""
+    replay = PrioritizedReplay(3, EXAMPLE, alpha=1.0, eps=0.0)
+    for number in range(8):
+        replay.append(rows(number, 1), [number + 1.0])
+        batch = replay.sample(1)
+        assert batch.rows["number"].shape == batch.weights.shape == batch.ids.shape == (1,)
+        assert batch.rows["square"].tolist() == (batch.rows["number"] ** 2).tolist()
+        assert replay.update_priorities(batch.ids, [1.0]) == 0
+    assert seen(replay, 3) == {5, 6, 7}
+
+
+def test_many_updates_between_two_looks() -> None:
+    """The largest and smallest priority are right also when nobody asked for long."""
+    replay, rng = PrioritizedReplay(500, EXAMPLE, alpha=1.0, eps=0.0), np.random.default_rng(0)
+    replay.append(rows(0, 500), rng.random(500) + 0.1)
+    replay.sample(1)
+    for _ in range(200):
+        ids = rng.integers(0, 500, 40)
+        assert replay.update_priorities(ids, rng.random(40) + 0.1) == 0
+    errors = replay._priorities.tree.values.copy()
+    batch = replay.sample(64, beta=1.0)
+    np.testing.assert_allclose(
+        batch.weights, errors.min() / errors[batch.rows["number"]], rtol=1e-6
+    )
+    replay.append(rows(500, 1))
+    replay.sample(1)
+    assert replay._priorities.tree.values[0] == np.delete(errors, 0).max()
 
 
 def test_the_last_of_two_updates_of_one_row_counts() -> None:
@@ -158,7 +192,7 @@ def test_clear_empties_it_and_it_fills_again() -> None:
         with pytest.raises(ConfigError, match="empty"):
             replay.sample(1)
         replay.append(rows(5, 2))
-        assert set(replay.sample(30).rows["number"].tolist()) == {5, 6}
+        assert seen(replay, 5) == {5, 6}
 
 
 def test_bad_input() -> None:
@@ -166,10 +200,18 @@ def test_bad_input() -> None:
     replay.append(rows(0, 5))
     with pytest.raises(ConfigError, match="batch of 0"):
         replay.sample(0)
+    with pytest.raises(ConfigError, match="batch of 6 rows from a buffer for 5"):
+        replay.sample(6)
+    with pytest.raises(ConfigError, match="batch of 512 rows"):
+        Replay(100, EXAMPLE).sample(512)
     with pytest.raises(ConfigError, match="2 ids, but 1 priorities"):
         replay.update_priorities([0, 1], [1.0])
     with pytest.raises(ConfigError, match="finite"):
         replay.update_priorities([0], [float("nan")])
+    steep = PrioritizedReplay(5, EXAMPLE, alpha=2.0)
+    steep.append(rows(0, 5), [1.0] * 5)
+    with pytest.raises(ConfigError, match="too large"):
+        steep.update_priorities(steep.sample(1).ids, [1e200])
     with pytest.raises(ConfigError, match="alpha -1"):
         PrioritizedReplay(5, EXAMPLE, alpha=-1.0)
     with pytest.raises(ConfigError, match="cannot take a state"):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from manyhands.data.frames import Frames
 from manyhands.data.ring import Ring
+from manyhands.data.sharded_replay import ShardedReplay
 from manyhands.errors import ConfigError
 
 EXAMPLE = {"obs": {"image": np.zeros((2, 2), np.uint8), "speed": np.float32(0)}, "reward": 0.0}
@@ -119,12 +123,12 @@ def test_state_continues_with_the_same_tickets() -> None:
 
 
 def test_large_results_use_memory_again_only_when_nobody_looks_at_it() -> None:
-    ring = Ring(4, {"x": np.zeros(100_000)})
-    ring.append({"x": np.ones((4, 100_000))})
+    ring = Ring(4, {"x": np.zeros(600_000)})
+    ring.append({"x": np.ones((4, 600_000))})
     (held,), _ = ring.read(np.array([0]))
     view = held[:, 5:10]
     del held
-    ring.append({"x": np.full((4, 100_000), 2.0)})
+    ring.append({"x": np.full((4, 600_000), 2.0)})
     (second,), _ = ring.read(np.array([4]))
     assert (view == 1.0).all()
     place = second.__array_interface__["data"][0]
@@ -142,6 +146,9 @@ def test_large_results_use_memory_again_only_when_nobody_looks_at_it() -> None:
         ({"reward": 1.0}, "'reward' has shape"),
         ({"reward": np.zeros(3, complex)}, "does not fit"),
         ({"more": np.zeros(3)}, "was expected"),
+        ({"obs": {**rows(0, 3)["obs"], "more": np.zeros(3)}}, "was expected"),
+        ({"obs": {**rows(0, 3)["obs"], "image": np.zeros((3, 4), np.uint8)}}, "has shape"),
+        ({"obs": np.zeros(3)}, "was expected"),
         ({"obs": {"speed": np.zeros(3)}}, "was expected"),
         ({"obs": {**rows(0, 3)["obs"], "image": np.zeros((3, 2, 2))}}, "does not fit"),
     ],
@@ -151,6 +158,89 @@ def test_rows_of_another_form_are_refused(change: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ring.append({**rows(0, 3), **change})
     assert ring.written == 0
+
+
+@pytest.mark.parametrize("given_rows", [None, 3.0, [], np.zeros(3), {"reward": None}])
+def test_what_is_no_dict_of_arrays_is_refused(given_rows: object) -> None:
+    with pytest.raises(ConfigError):
+        Ring(10, EXAMPLE).append(given_rows)
+
+
+def test_rows_need_not_be_arrays_nor_of_the_same_dtype() -> None:
+    ring = Ring(10, {"number": np.int64(0), "pair": np.zeros(2, np.float32)})
+    ring.append({"number": [1, 2], "pair": [[1.0, 2.0], [3.0, 4.0]]})
+    ring.append({"number": np.array([3], np.int32), "pair": np.array([[5.0, 6.0]])})
+    number, pair = ring.read(np.arange(3))[0]
+    assert number.tolist() == [1, 2, 3]
+    assert pair.tolist() == [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+
+
+def test_a_refused_row_does_no_harm_to_those_that_are_there() -> None:
+    ring = Ring(4, {"a": 0.0, "b": np.zeros((2, 2))})
+    ring.append({"a": np.arange(3.0), "b": np.ones((3, 2, 2))})
+    with pytest.raises(ConfigError, match="'b' has shape"):  # the size is right, the shape is not
+        ring.append({"a": np.array([9.0]), "b": np.zeros((1, 4))})
+    assert ring.written == 3
+    ring.append({"a": np.array([3.0]), "b": np.ones((1, 2, 2))})
+    (a, b), whole = ring.read(np.arange(4))
+    assert whole.all()
+    assert a.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert (b == 1.0).all()
+
+
+def maps_of_shared_memory() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:manyhands")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_released_memory_goes_back_at_once() -> None:
+    before = maps_of_shared_memory()
+    ring = Ring(5, EXAMPLE, shared=True, priorities=True)
+    ring.append(rows(0, 3), [1.0, 2.0, 3.0])
+    out, _ = ring.read(np.arange(3))
+    assert maps_of_shared_memory() == before + 1
+    for _ in range(2):
+        ring.release()
+    assert maps_of_shared_memory() == before
+    assert out[-1].tolist() == [0.0, 1.0, 2.0]  # what was read is a copy
+    assert (ring.size, ring.written) == (0, 3)
+    with pytest.raises(ConfigError, match="given back"):
+        ring.append(rows(3, 1))
+
+
+def numbers(count: int) -> dict:
+    return {"number": np.arange(count), "double": 2.0 * np.arange(count)}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_sharded_replay_gives_its_memory_back(prefetch: int) -> None:
+    before = maps_of_shared_memory()
+    stack = np.zeros((2, 4, 4), np.uint8)
+    plain = ShardedReplay(
+        {"number": 0, "double": 0.0},
+        shards=3,
+        capacity=90,
+        batch_size=8,
+        prefetch=prefetch,
+        timeout=20,
+    )
+    framed = ShardedReplay(
+        {"obs": stack, "next_obs": stack}, shards=1, capacity=90, batch_size=8, frames=Frames()
+    )
+    writer = plain.writer(1)
+    writer.append(numbers(20))
+    batch = plain.sample()
+    assert maps_of_shared_memory() == before + 3 + 2
+    for replay in (plain, plain, framed):
+        replay.release()
+    assert maps_of_shared_memory() == before
+    assert (batch.rows["double"] == 2 * batch.rows["number"]).all()
+    assert (plain.all_size, plain.counters["inserted"]) == (0, 20)
+    for action in (plain.sample, plain.state, lambda: plain.describe(0),
+                   lambda: writer.append(numbers(1))):  # fmt: skip
+        with pytest.raises(ConfigError, match="given back"):
+            action()
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,14 @@
 """Replay: add, uniform and prioritized sampling beside cpprb, SB3 and TorchRL; the Ape-X rates
 
-First part: one process, batches of 512 out of a million rows (10,000 with pictures), rows added one
-by one and 64 at a time. Every library takes its turn in a process of its own, round after round, so
-that whatever else the machine does hits all of them alike; the median of the rounds counts, and who
-is ahead in each task is printed, whoever that is.
+First part: one process, batches of 512 and of 32 out of a million rows (10,000 with pictures), rows
+added one by one and 64 at a time. Every library takes its turn in a process of its own, round after
+round, so that whatever else the machine does hits all of them alike. What counts is the median over
+the rounds of our rate to the best peer's in the same round, whoever is ahead.
 
-Second part: the rates of the Ape-X paper, 12,500 rows added and 9,700 drawn a second at once, with
-84 x 84 frames, batches of 512 and priority updates. Four actors write into their shards; the
-learner draws. Contention is what one side loses at full speed when the other comes in at the
-paper's rate.
+Second part: the rates of the Ape-X paper, 12,500 rows added and 9,700 drawn a second, with 84 x 84
+frames, batches of 512 and priority updates. Four actors write into their shards; the learner draws.
+Contention is what either side loses of the paper's rate when the other comes in at its own. What
+each reaches flat out is printed too, alone and at once: there they share the memory's bandwidth.
 
 The peers live in virtual environments of their own, made on demand: `python -m venv`, then pip.
 Without a network the benchmark goes on without them.
@@ -29,21 +29,41 @@ import numpy as np
 
 from manyhands.bench._peers import output_of, python_with
 from manyhands.bench._tools import Claim, fingerprint, median, verdicts
-from manyhands.bench.peers.replay_buffers import CASES, LIBRARIES
+from manyhands.bench.peers.replay_buffers import BATCHES, BLOCK, CASES, LIBRARIES
 from manyhands.data.frames import Frames
+from manyhands.data.kernels import in_use
 from manyhands.data.sharded_replay import ShardedReplay
 from manyhands.errors import ConfigError, SupportError, WorkerError
 
 _SCRIPT = Path(__file__).parent / "peers" / "replay_buffers.py"
 PACKAGES = {"cpprb": ["cpprb"], "stable_baselines3": ["stable-baselines3"]}
-# The compiled part of a TorchRL release loads with one torch release only.
-TORCHRL = {"torchrl._torchrl": ["torchrl==0.14.1", "torch==2.14.1"]}
+# The compiled part of a TorchRL release loads with one torch release only; without it there is no
+# prioritized buffer, and the table says so.
+TORCHRL = {"torchrl": ["torchrl==0.14.1", "torch==2.14.1"]}
 OURS = [name for name in LIBRARIES if name.startswith("manyhands")]
-TASKS = ("add 1", "add 64", "uniform", "prioritized")
+COUNTED = [name for name in OURS if "numpy" not in name]  # as it is installed here
+TASKS = (
+    "add 1",
+    f"add {BLOCK}",
+    *(f"{way} {batch}" for way in ("uniform", "prioritized") for batch in BATCHES),
+)
+Rounds = dict[str, dict[str, dict[str, list[float]]]]  # case -> library -> task -> rows a second
 
 ADDS, SAMPLES = 12_500, 9_700  # a second, in the Ape-X paper
 ACTORS, ROWS_AT_ONCE, BATCH = 4, 50, 512
 CAPACITY = 100_000  # 84 x 84 frames: 0.8 GB
+FILL_SECONDS = 4.0
+# adds and draws a second; 0: as many as possible, None: not at all
+SETTINGS: dict[str, tuple[float | None, float | None]] = {
+    "adding at the paper's rate, alone": (ADDS, None),
+    "drawing at the paper's rate, alone": (None, SAMPLES),
+    "both at the paper's rate, at once": (ADDS, SAMPLES),
+    "adding flat out, alone": (0.0, None),
+    "drawing flat out, alone": (None, 0.0),
+    "adding flat out, draws at the paper's rate": (0.0, SAMPLES),
+    "drawing flat out, adds at the paper's rate": (ADDS, 0.0),
+    "both flat out": (0.0, 0.0),
+}
 _READY_SECONDS = 60.0
 
 
@@ -72,7 +92,7 @@ def measure(options: Namespace) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "benchmark": "replay",
         "machine": fingerprint(),
-        "batch": BATCH,
+        "batches": list(BATCHES),
         "repeats": options.repeats,
         "missing": {},
         "versions": {},
@@ -90,26 +110,23 @@ def measure(options: Namespace) -> dict[str, Any]:
         except SupportError as error:
             facts["missing"][" and ".join(names)] = str(error)
             print(f"going on without {' and '.join(names)}: {error}", flush=True)
-    facts["rates"] = _take_turns(pythons, options, facts)
-    facts["apex"] = {} if options.no_apex else apex(options.repeats, 4 * options.seconds)
-    facts["claims"] = [c.facts for c in [*claims(facts["rates"]), *apex_claims(facts["apex"])]]
+    facts["rounds"] = _take_turns(pythons, options, facts)
+    facts["apex"] = {} if options.no_apex else apex(options.repeats, 5 * options.seconds)
+    facts["claims"] = [c.facts for c in [*claims(facts["rounds"]), *apex_claims(facts["apex"])]]
+    facts["machine"]["load_at_end"] = round(os.getloadavg()[0], 2)
     return facts
 
 
 # -- one process -----------------------------------------------------------------------------------
 
 
-def _take_turns(
-    pythons: dict[str, str], options: Namespace, facts: dict[str, Any]
-) -> dict[str, dict[str, dict[str, float]]]:
-    """case -> library -> task -> median rows a second."""
-    found: dict[str, dict[str, dict[str, list[float]]]] = {case: {} for case in CASES}
+def _take_turns(pythons: dict[str, str], options: Namespace, facts: dict[str, Any]) -> Rounds:
+    found: Rounds = {case: {} for case in CASES}
     for number in range(options.repeats):
         print(f"round {number + 1} of {options.repeats}", flush=True)
         for case in CASES:
             for library, python in pythons.items():
-                pictures = len(CASES[case][0]) > 1
-                if library in facts["missing"] or ("frames" in library and not pictures):
+                if library in facts["missing"] or not _applies(library, case):
                     continue
                 try:
                     run = _run(python, library, case, options.seconds)
@@ -119,14 +136,14 @@ def _take_turns(
                 facts["versions"][library] = run["version"]
                 facts["missing"] |= {f"{library}: {t}": why for t, why in run["missing"].items()}
                 for task, rate in run["rates"].items():
-                    found[case].setdefault(library, {}).setdefault(task, []).append(rate)
-    return {
-        case: {
-            library: {task: median(rates) for task, rates in tasks.items()}
-            for library, tasks in libraries.items()
-        }
-        for case, libraries in found.items()
-    }
+                    found[case].setdefault(library, {}).setdefault(task, []).append(round(rate))
+    return found
+
+
+def _applies(library: str, case: str) -> bool:
+    if "frames" in library:
+        return len(CASES[case][0]) > 1
+    return "numpy" not in library or in_use() != "numpy"
 
 
 def _run(python: str, library: str, case: str, seconds: float) -> dict[str, Any]:
@@ -141,16 +158,21 @@ def _run(python: str, library: str, case: str, seconds: float) -> dict[str, Any]
     return run
 
 
-def claims(rates: dict[str, dict[str, dict[str, float]]]) -> list[Claim]:
+def claims(rounds: Rounds) -> list[Claim]:
     """Ahead of each peer in each task; of our two ways to keep pictures the better one counts."""
     made = []
-    for case, libraries in rates.items():
+    for case, libraries in rounds.items():
         for task in TASKS:
-            ours = max((libraries[n][task] for n in OURS if n in libraries), default=0.0)
-            peers = {n: t[task] for n, t in libraries.items() if n not in OURS and task in t}
-            if peers:
-                best = max(peers, key=lambda name: peers[name])
-                made.append(Claim(f"{task}, {case}: times {best}", ours / peers[best], 1.0))
+            ours = [libraries[name][task] for name in COUNTED if task in libraries.get(name, {})]
+            best = max(ours, key=median, default=[])
+            ratios = {
+                name: median([o / p for o, p in zip(best, tasks[task], strict=False)])
+                for name, tasks in libraries.items()
+                if name not in OURS and task in tasks and best
+            }
+            if ratios:
+                nearest = min(ratios, key=lambda name: ratios[name])
+                made.append(Claim(f"{task}, {case}: times {nearest}", ratios[nearest], 1.0))
     return made
 
 
@@ -158,7 +180,7 @@ def claims(rates: dict[str, dict[str, dict[str, float]]]) -> list[Claim]:
 
 
 def apex(repeats: int, seconds: float) -> dict[str, Any]:
-    """Rows added and drawn a second: each side alone and with the other, in turns."""
+    """Rows added and drawn a second in each of `SETTINGS`, which take turns."""
     example = {
         "obs": np.zeros((4, 84, 84), np.uint8),
         "next_obs": np.zeros((4, 84, 84), np.uint8),
@@ -170,20 +192,13 @@ def apex(repeats: int, seconds: float) -> dict[str, Any]:
         example, shards=ACTORS, capacity=CAPACITY, batch_size=BATCH, frames=Frames()
     )
     # Fills it, and touches the memory: first use of a page costs more than the copy.
-    at_once(replay, adds=1e9, samples=None, seconds=4.0)
-    settings: dict[str, tuple[float | None, float | None]] = {
-        "both at the paper's rate": (ADDS, SAMPLES),
-        "drawing alone": (None, 0.0),
-        "drawing, adds at the paper's rate": (ADDS, 0.0),
-        "adding alone": (0.0, None),
-        "adding, draws at the paper's rate": (0.0, SAMPLES),
-        "both at full speed": (0.0, 0.0),
-    }
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in settings}
-    for _ in range(repeats):
-        for name, (adds, samples) in settings.items():
+    at_once(replay, adds=1e9, samples=None, seconds=FILL_SECONDS)
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in SETTINGS}
+    for number in range(repeats):
+        print(f"Ape-X, round {number + 1} of {repeats}", flush=True)
+        for name, (adds, samples) in SETTINGS.items():
             rounds[name].append(at_once(replay, adds, samples, seconds))
-    replay.close()
+    replay.release()
     return {
         name: {key: median([r[key] for r in found if key in r]) for key in found[0]}
         for name, found in rounds.items()
@@ -193,7 +208,7 @@ def apex(repeats: int, seconds: float) -> dict[str, Any]:
 def at_once(
     replay: ShardedReplay, adds: float | None, samples: float | None, seconds: float
 ) -> dict[str, float]:
-    """Rows added and drawn a second. 0: as fast as possible; None: not at all."""
+    """Rows added and drawn a second; rates as in `SETTINGS`."""
     # At full speed one actor adds: more of them than free cores would measure the scheduler.
     actors = 0 if adds is None else ACTORS if adds else 1
     writers = [_start(replay, k, (adds or 0.0) / actors, seconds) for k in range(actors)]
@@ -225,7 +240,11 @@ def _draw(replay: ShardedReplay, rate: float, seconds: float) -> dict[str, float
         replay.update_priorities(batch.ids, errors)
         taken.append(time.perf_counter() - began)
     p99 = sorted(taken)[int(0.99 * len(taken))]
-    return {"samples": len(taken) * BATCH / passed, "p99_ms": 1e3 * p99}
+    return {
+        "samples": len(taken) * BATCH / passed,
+        "median_ms": 1e3 * median(taken),
+        "p99_ms": 1e3 * p99,
+    }
 
 
 def _start(replay: ShardedReplay, shard: int, rate: float, seconds: float) -> subprocess.Popen[str]:
@@ -248,18 +267,15 @@ def _line(writer: subprocess.Popen[str]) -> str:
 def apex_claims(found: dict[str, Any]) -> list[Claim]:
     if not found:
         return []
-    both = found["both at the paper's rate"]
-    draws = (
-        found["drawing, adds at the paper's rate"]["samples"] / found["drawing alone"]["samples"]
-    )
-    adds = found["adding, draws at the paper's rate"]["adds"] / found["adding alone"]["adds"]
+    adding, drawing, both, *_ = (found[name] for name in SETTINGS)
+    kept = both["adds"] / adding["adds"], both["samples"] / drawing["samples"]
     return [
-        Claim("adds a second with draws at once, times the paper's", both["adds"] / ADDS, 0.99),
+        Claim("adds a second, times the Ape-X paper's, while drawing", both["adds"] / ADDS, 0.99),
         Claim(
-            "draws a second with adds at once, times the paper's", both["samples"] / SAMPLES, 0.99
+            "draws a second, times the Ape-X paper's, while adding", both["samples"] / SAMPLES, 0.99
         ),
-        Claim("draws at full speed, with adds at the paper's rate: share kept", draws, 0.9),
-        Claim("adds at full speed, with draws at the paper's rate: share kept", adds, 0.9),
+        Claim("share of its rate that adding keeps at once", kept[0], 0.9),
+        Claim("share of its rate that drawing keeps at once", kept[1], 0.9),
     ]
 
 
@@ -268,24 +284,26 @@ def apex_claims(found: dict[str, Any]) -> list[Claim]:
 
 def table(facts: dict[str, Any]) -> list[str]:
     lines = []
-    for case, libraries in facts["rates"].items():
-        lines.append(f"rows a second, {case:<14}" + "".join(f"{task:>14}" for task in TASKS))
+    for case, libraries in facts["rounds"].items():
+        lines.append(f"rows a second, {case:<14}" + "".join(f"{task:>16}" for task in TASKS))
         for library, tasks in libraries.items():
-            cells = "".join(f"{tasks[t]:>14,.0f}" if t in tasks else f"{'-':>14}" for t in TASKS)
-            lines.append(f"  {library:<28}{cells}")
+            cells = (f"{median(tasks[t]):>16,.0f}" if t in tasks else f"{'-':>16}" for t in TASKS)
+            lines.append(f"  {library:<27}{''.join(cells)}")
         lines.append("")
     for name, found in facts["apex"].items():
-        words = ", ".join(
-            f"{found[key]:,.0f} {label}" if key != "p99_ms" else f"99 % within {found[key]:.1f} ms"
-            for key, label in (("adds", "added/s"), ("samples", "drawn/s"), ("p99_ms", ""))
-            if key in found
-        )
-        lines.append(f"{name:<36}{words}")
+        words = [f"{found['adds']:,.0f} added/s"] if "adds" in found else []
+        if "samples" in found:
+            words.append(
+                f"{found['samples']:,.0f} drawn/s, a batch within {found['median_ms']:.1f} ms, "
+                f"99 % within {found['p99_ms']:.1f} ms"
+            )
+        lines.append(f"{name:<44}{', '.join(words)}")
     lines += ["", *(f"not measured: {what}: {why}" for what, why in facts["missing"].items())]
     lines += verdicts(facts["claims"])
     machine = facts["machine"]
     lines.append(
-        f"on {machine['cores']} cores of {machine['cpu']}, load {machine['load']} at the start; "
+        f"on {machine['cores']} cores of {machine['cpu']}, load {machine['load']} at the start, "
+        f"{machine['load_at_end']} at the end; "
         f"versions: {', '.join(f'{n} {v}' for n, v in facts['versions'].items())}"
     )
     if machine["load"] > 0.5:

@@ -89,6 +89,11 @@ class FramedRing(Ring):
         ring._join(Ring.open(description["frames"]), [str(c) for c in description["stacked"]])
         return ring
 
+    def release(self) -> None:
+        super().release()
+        self.frames.release()
+        self._frame = self._frame[:0].copy()  # the last array on that memory
+
     def room(self, count: int) -> list[Array]:
         shapes = [
             ((count, *shape, *self._frame.shape[1:]), self._frame.dtype)
@@ -176,6 +181,107 @@ class FrameStacker:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._current = np.array(state["current"])
+
+
+class StackLog:
+    """For environments that give whole stacks [E, S, ...]: which of their frames are new?
+
+    It is found by looking: where a stack shows the frames of the one before, moved on by one, only
+    its newest is added. Any other stack (an episode's first; whatever else an environment does) is
+    added whole. So what is read back is what was seen, always, at the price of a comparison.
+    """
+
+    def __init__(self, frames: Any, num_envs: int, stack: int) -> None:
+        self._frames = frames
+        self.current = np.zeros((num_envs, stack), np.int64)
+
+    def start(self, stacks: Array) -> None:
+        """Nothing is known of what was before: all of these are added whole."""
+        self.current = np.stack([self._whole(stack) for stack in stacks])
+
+    def step(self, before: Array, after: Array, finals: Any) -> Array:
+        """One step of all environments; tickets [E, S] of the stacks that it led to.
+
+        Args:
+            before, after: [E, S, ...] what was acted on, and what is acted on next.
+            finals: (env, stack) of each episode that has ended, its true last one. Where an
+                environment has begun the next episode already, `after` does not show it.
+        """
+        moved = _moved_on(before, after)
+        reached = np.empty_like(self.current)
+        reached[moved, :-1] = self.current[moved, 1:]
+        reached[moved, -1] = self._add(after[moved, -1])
+        for env in np.flatnonzero(~moved).tolist():
+            reached[env] = self._whole(after[env])
+        last, self.current = self.current, reached
+        for env, stack in finals:
+            if np.array_equal(stack, after[env]):
+                continue
+            if reached is self.current:
+                reached = reached.copy()
+            if np.array_equal(stack[:-1], before[env, 1:]):
+                reached[env] = [*last[env, 1:], *self._add(stack[-1:])]
+            else:
+                reached[env] = self._whole(stack)
+        return reached
+
+    def _whole(self, stack: Array) -> Array:
+        """All frames of one stack; those that are the same stand there once."""
+        tickets = np.empty(len(stack), np.int64)
+        for i, frame in enumerate(stack):
+            again = i > 0 and np.array_equal(frame, stack[i - 1])
+            tickets[i] = tickets[i - 1] if again else self._add(frame[None])[0]
+        return tickets
+
+    def _add(self, frames: Array) -> Array:
+        first = self._frames.append({"frame": frames}) if len(frames) else 0
+        return np.arange(first, first + len(frames))
+
+
+class HeldFrames:
+    """Frames on an actor's side until the rows that show them are sent; the newest can be read.
+
+    WHY held: a replay from which the learner draws must not change while it does not expect it.
+
+    Args:
+        frames: where they go: `writer.frames`.
+        room: how many of the newest are kept here.
+    """
+
+    def __init__(self, frames: Any, room: int) -> None:
+        self._frames, self._room = frames, room
+        self.written = self._released = int(frames.written)
+        self._newest: Array | None = None
+
+    def append(self, rows: dict[str, Array]) -> int:
+        frames, first = rows["frame"], self.written
+        if self._newest is None:
+            self._newest = np.zeros((self._room, *frames.shape[1:]), frames.dtype)
+        if first + len(frames) - self._released > self._room:
+            raise ConfigError(f"frames: {self._room} cannot be held back until rows are sent")
+        self._newest[np.arange(first, first + len(frames)) % self._room] = frames
+        self.written += len(frames)
+        return first
+
+    def release(self) -> None:
+        """To where they go; before the rows that show them."""
+        if self._newest is not None and self.written > self._released:
+            held = np.arange(self._released, self.written) % self._room
+            self._frames.append({"frame": self._newest[held]})
+            self._released = self.written
+
+    def stacks(self, tickets: Array) -> Array:
+        """Stacks [N, S, ...] of tickets [N, S]; all of them among the newest."""
+        if self._newest is None or (tickets.size and tickets.min() < self.written - self._room):
+            raise ConfigError(f"frames: older than the {self._room} newest, which are kept here")
+        return np.asarray(self._newest[tickets % self._room])
+
+
+def _moved_on(before: Array, after: Array) -> Array:
+    """[E] whether a stack shows the frames of the one before, moved on by one."""
+    return np.array([
+        np.array_equal(new[:-1], old[1:]) for old, new in zip(before, after, strict=True)
+    ])  # fmt: skip
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:

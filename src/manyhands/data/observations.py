@@ -10,7 +10,7 @@ import numpy as np
 from manyhands.envs.spaces import Obs
 
 
-def at(obs: Obs, where: Any) -> Obs:
+def pick(obs: Obs, where: Any) -> Obs:
     """What stands at an index, a slice or a list of rows of the first axis: numpy's rules."""
     return {k: v[where] for k, v in obs.items()} if isinstance(obs, dict) else obs[where]
 
@@ -30,8 +30,8 @@ def stacked(items: Sequence[Obs]) -> Obs:
     return np.stack(items)
 
 
-def joined(parts: Sequence[Obs]) -> Obs:
+def appended(parts: Sequence[Obs]) -> Obs:
     """Rows one behind the other; a single part is given as it is, not copied."""
     if isinstance(parts[0], dict):
-        return {k: joined([p[k] for p in parts]) for k in parts[0]}
+        return {k: appended([p[k] for p in parts]) for k in parts[0]}
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -117,6 +117,12 @@ class Pace:
         self.sampled += rows
         self.publish()
 
+    def lift(self) -> None:
+        """No bound from here on: nobody is kept waiting for a learner that has stopped."""
+        self._ratio = 0.0
+        for ring in self._rings:
+            ring.allow(None)
+
     def publish(self) -> None:
         if not self._ratio:
             return

@@ -70,7 +70,7 @@ class Replay:
         self._ring.clear()
 
     def _sample(self, count: int, beta: float) -> Batch:
-        check_count(count, self.size)
+        check_count(count, self._ring)
         self._sampler.take_in()
         return assemble(self._sampler, self._sampler.draw(count, beta), beta)
 
@@ -114,10 +114,13 @@ class PrioritizedReplay(Replay):
         return self._priorities.update(ids, priorities)
 
 
-def check_count(count: int, size: int) -> None:
-    if count < 1:
-        raise ConfigError(f"replay: a batch of {count} rows; at least 1 is needed")
-    if not size:
+def check_count(count: int, ring: Ring) -> None:
+    if not 1 <= count <= ring.capacity:
+        raise ConfigError(
+            f"replay: a batch of {count} rows from a buffer for {ring.capacity}; "
+            f"give 1 to {ring.capacity}, or a larger capacity"
+        )
+    if not ring.size:
         raise EmptyError
 
 

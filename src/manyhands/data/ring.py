@@ -19,15 +19,12 @@ from __future__ import annotations
 import math
 import platform
 import secrets
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import repeat
-from operator import attrgetter, itemgetter, setitem
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from manyhands.data.columns import FRESH_BELOW, Pool, strokes
 from manyhands.engines.shared import Segment, fence
 from manyhands.errors import ConfigError
 from manyhands.trees import Array, Tree
@@ -39,11 +36,6 @@ _HEADER = 128  # bytes
 _NO_LIMIT = 2**62
 # x86 keeps writes in order by itself, and reads too; a fence would cost a tenth of an append.
 _FENCES = platform.machine() not in ("x86_64", "AMD64")
-_LARGE = 1 << 18  # bytes from which result memory is worth keeping
-_KEEP = 4
-_REMEMBER = 1000  # sizes of batches that are known to be right
-
-_dtype, _size = attrgetter("dtype"), attrgetter("size")
 Layout = list[tuple[str, str, list[int]]]  # path, dtype, shape of one row
 
 
@@ -60,15 +52,16 @@ class Ring:
     def __init__(
         self, capacity: int, example: Tree, *, shared: bool = False, priorities: bool = False
     ) -> None:
-        if capacity < 1:
-            raise ConfigError(f"ring: capacity {capacity}, but it must be 1 or more")
+        if capacity < 1 or capacity != int(capacity):
+            raise ConfigError(f"ring: capacity {capacity}, but it must be a number, 1 or more")
+        capacity = int(capacity)
         self._make(capacity, layout_of(example), priorities, None, shared)
         self._words[_LIMIT], self._words[_TOKEN] = _NO_LIMIT, secrets.randbits(62)
 
     def _make(
         self, capacity: int, layout: Layout, priorities: bool, segment: Segment | None, shared: bool
     ) -> None:
-        self.capacity, self.layout, self._pool = capacity, layout, _Pool()
+        self.capacity, self.layout, self._pool = capacity, layout, Pool()
         parts: Layout = [("", "<f8", [])] if priorities else []
         sizes = [
             capacity * np.dtype(d).itemsize * math.prod(shape) for _, d, shape in [*parts, *layout]
@@ -77,7 +70,8 @@ class Ring:
         if shared and segment is None:
             segment = Segment(int(starts[-1]))
         self._segment = segment
-        memory = segment.bytes if segment is not None else np.zeros(int(starts[-1]), np.uint8)
+        # Not zeros: numpy asks for huge pages only so, and no row is read before it is written
+        memory = segment.bytes if segment is not None else np.empty(int(starts[-1]), np.uint8)
         # Not a numpy array, which takes several times as long to read one number.
         header: Any = memory[:_HEADER]
         self._words: Any = memoryview(header).cast("q") if shared else [0] * (_HEADER // 8)
@@ -89,13 +83,11 @@ class Ring:
         ]
         self.priority: Array | None = arrays.pop(0) if priorities else None
         self.columns: list[Any] = arrays
-        # Columns of numbers as columns of one-number rows: item i then takes a batch of one row.
-        self._singly: list[Any] = [a if a.ndim > 1 else a[:, None] for a in arrays]
         self._paths = [path for path, _, _ in layout]
         self._wanted = [(a.shape[1:], a.dtype) for a in arrays]
-        self._pick = _getter(self._paths)
-        self._dtypes = [a.dtype for a in arrays]
-        self._sizes: dict[int, list[int]] = {}  # of the columns of a batch, by its rows
+        self._largest_row = max(a[:1].nbytes for a in arrays)
+        self._flat = not any("/" in path for path in self._paths)
+        self._look, self._put, self._put_one = strokes(self._paths, arrays)
 
     def describe(self) -> dict[str, Any]:
         """Plain data by which another process of this machine opens the same ring."""
@@ -155,21 +147,20 @@ class Ring:
     def append(self, rows: Tree, priorities: Any = None) -> int:
         """Write a batch of rows [N, ...] over the oldest; the ticket of the first of them."""
         ticket: int = self._words[_WRITTEN]
-        try:  # the usual case, a flat dict of arrays: two comparisons of lists for all columns
-            leaves = self._pick(rows)
-            count = len(leaves[0])
-            usual = (
-                len(rows) == len(leaves)
-                and list(map(_dtype, leaves)) == self._dtypes
-                and list(map(_size, leaves)) == self._sizes[count]
-            )
-        except (KeyError, AttributeError, TypeError):
-            usual = False  # nested, not arrays, wrong, or of a size not seen before
-        if not usual:
-            leaves, count = self._leaves(rows)
+        try:
+            leaves = self._look(rows)
+        except (LookupError, AttributeError, TypeError):
+            leaves = None  # not arrays, or something is missing
+        if leaves is None:
+            leaves = self._leaves(rows)
+        count = len(leaves[0])
         given = None if priorities is None else self._checked(priorities, count)
         if count <= self.capacity:
-            self._write(leaves, count, given)
+            try:
+                self._write(leaves, count, given)
+            except ValueError:
+                self._leaves(rows)  # says what is wrong: a shape of the right size only
+                raise
             return ticket
         for at in range(0, count, self.capacity):
             part = slice(at, min(at + self.capacity, count))
@@ -197,15 +188,13 @@ class Ring:
             fence()
         slot = ticket % capacity
         fits = capacity - slot
-        # WHY not a loop: half of what it costs to add a row is the interpreter
         if count == 1:
-            deque(map(setitem, self._singly, repeat(slot), leaves), 0)
+            self._put_one(slot, leaves)
         elif count <= fits:
-            deque(map(setitem, self.columns, repeat(slice(slot, slot + count)), leaves), 0)
+            self._put(slice(slot, slot + count), leaves)
         else:
-            for column, leaf in zip(self.columns, leaves, strict=True):
-                column[slot:] = leaf[:fits]
-                column[: count - fits] = leaf[fits:]
+            self._put(slice(slot, None), [leaf[:fits] for leaf in leaves])
+            self._put(slice(count - fits), [leaf[fits:] for leaf in leaves])
         if self.priority is not None:
             self.priority[slot : slot + count] = np.nan if priorities is None else priorities[:fits]
             if count > fits:
@@ -228,11 +217,13 @@ class Ring:
     def read(self, tickets: Array, out: list[Array] | None = None) -> tuple[list[Array], Array]:
         """Copies of those rows, and which of them are whole: the others must not be used."""
         slots = tickets % self.capacity
-        if out is None:
-            out = self.room(len(tickets))
-        for column, to in zip(self.columns, out, strict=True):
-            # "clip" writes straight into `to`; the default would go through a copy
-            column.take(slots, axis=0, out=to, mode="clip")
+        if out is None and len(tickets) * self._largest_row < FRESH_BELOW:
+            out = [column.take(slots, 0, None, "clip") for column in self.columns]
+        else:
+            out = self.room(len(tickets)) if out is None else out
+            for column, to in zip(self.columns, out, strict=True):
+                # "clip" writes straight into `to`; the default would go through a copy
+                column.take(slots, 0, to, "clip")
         fence()
         return out, tickets >= self.first
 
@@ -259,7 +250,22 @@ class Ring:
 
     def tree(self, leaves: list[Array]) -> Tree:
         """Columns as the nested dict that they came from."""
+        if self._flat:
+            return dict(zip(self._paths, leaves, strict=True))
         return build(self._paths, leaves)
+
+    def release(self) -> None:
+        """Give the memory back; nothing can be written or read from here on. Safe to call twice.
+
+        Other processes that have opened the ring keep their view of it until they drop it.
+        """
+        self._words = list(self._words)
+        self._words[_CLEARED] = self._words[_WRITTEN]
+        self._look = _gone
+        self.columns, self.priority, self._put, self._put_one = [], None, _gone, _gone
+        if self._segment is not None:
+            self._segment.close()
+        self._segment = None
 
     # -- for checkpoints -----------------------------------------------------------------------
 
@@ -290,22 +296,25 @@ class Ring:
         given = None if self.priority is None else np.asarray(state["priority"])
         self._write(columns, count, given)
 
-    def _leaves(self, rows: Tree) -> tuple[Sequence[Array], int]:
+    def _leaves(self, rows: Tree) -> Sequence[Array]:
         """The columns of a batch, made into arrays and looked at one by one."""
         leaves = pick(self._paths, rows)
         leaves = [np.asarray(x) for x in leaves]
         count = len(leaves[0]) if leaves[0].ndim else -1
         for path, leaf, (shape, dtype) in zip(self._paths, leaves, self._wanted, strict=True):
             if leaf.shape != (count, *shape):
+                wanted = ", ".join(map(str, ("N", *shape)))
                 raise ConfigError(
-                    f"ring: {path!r} has shape {list(leaf.shape)}, "
-                    f"but [rows, {', '.join(map(str, shape))}] with {count} rows was expected"
+                    f"ring: {path!r} has shape {list(leaf.shape)}, but a batch of rows has "
+                    f"[{wanted}], with the same N for all; a single row has N = 1"
                 )
             if not np.can_cast(leaf.dtype, dtype, "same_kind"):
                 raise ConfigError(f"ring: {path!r} is {leaf.dtype}, which does not fit {dtype}")
-        if len(self._sizes) < _REMEMBER:
-            self._sizes[count] = [leaf.size for leaf in leaves]
-        return leaves, count
+        return leaves
+
+
+def _gone(*_: Any) -> Any:
+    raise ConfigError("ring: its memory has been given back")
 
 
 def layout_of(example: Tree) -> Layout:
@@ -347,11 +356,6 @@ def pick(paths: list[str], tree: Tree) -> list[Any]:
     return [flat[path] for path in paths]
 
 
-def _getter(paths: list[str]) -> Callable[[Any], Sequence[Any]]:
-    """All those entries of a flat dict at once."""
-    return itemgetter(*paths) if len(paths) > 1 else lambda rows: (rows[paths[0]],)
-
-
 def build(paths: list[str], leaves: list[Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, leaf in zip(paths, leaves, strict=True):
@@ -361,30 +365,3 @@ def build(paths: list[str], leaves: list[Any]) -> dict[str, Any]:
             node = node.setdefault(key, {})
         node[name] = leaf
     return tree
-
-
-class _Pool:
-    """Large result arrays, used again once the last view of them is gone.
-
-    WHY: the first touch of fresh memory costs several times the copy itself, and a learner draws
-    batches of the same size for hours.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[Any]] = {}
-
-    def take(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        count = math.prod(shape)
-        nbytes = count * dtype.itemsize
-        if nbytes < _LARGE:
-            return np.empty(shape, dtype)
-        free = self._free.setdefault(nbytes, [])
-        memory = free.pop() if free else bytearray(nbytes)
-        array: Array = np.frombuffer(memory, dtype, count)
-        weakref.finalize(array, self._give_back, nbytes, memory).atexit = False
-        return array.reshape(shape)
-
-    def _give_back(self, nbytes: int, memory: Any) -> None:
-        free = self._free.setdefault(nbytes, [])
-        if len(free) < _KEEP:
-            free.append(memory)

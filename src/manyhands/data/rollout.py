@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from manyhands.data.noise import EnvNoise
-from manyhands.data.observations import at, copy_into, stacked
+from manyhands.data.observations import copy_into, pick, stacked
 from manyhands.envs.adapter import Episode, Final, Step, VecAdapter
 from manyhands.envs.spaces import zeros
 from manyhands.math.running_stats import RunningStats
@@ -158,13 +158,13 @@ class Collector:
         """The next T steps of every environment."""
         if not self._begun:
             self._begun = True
-            self.envs.reset(at(self._raw, 0))
+            self.envs.reset(pick(self._raw, 0))
         else:
-            copy_into(at(self._raw, 0), at(self._raw, self.length))
+            copy_into(pick(self._raw, 0), pick(self._raw, self.length))
         ends: list[tuple[int, Final]] = []
         episodes: list[Episode] = []
         for t, row in enumerate(self._rows):
-            seen = self.normaliser.see(at(self._raw, t))
+            seen = self.normaliser.see(pick(self._raw, t))
             acted = self.actor.act(seen, self.noise)
             out = self._remember(t, seen, acted)
             self.envs.step(acted.actions, row)
@@ -172,7 +172,7 @@ class Collector:
                 ends += [(t, final) for final in row.finals]
                 episodes += row.episodes
             self.normaliser.scale(row.reward, row.terminated | row.truncated)
-        last = self.normaliser.apply(at(self._raw, self.length))
+        last = self.normaliser.apply(pick(self._raw, self.length))
         out.next_value[:-1] = out.value[1:]
         out.next_value[-1] = self.actor.value(last)
         self._bootstrap(out, ends)
@@ -184,7 +184,7 @@ class Collector:
 
         Not in it: the policy and the normaliser, which are not the collector's own.
         """
-        envs = self.envs.state(at(self._raw, self.length)) if self._begun else None
+        envs = self.envs.state(pick(self._raw, self.length)) if self._begun else None
         return {"envs": envs, "noise": self.noise.state()}
 
     def load_state(self, state: dict[str, Any]) -> list[str]:
@@ -198,7 +198,7 @@ class Collector:
             return []
         self._begun = True
         restored = self.envs.load_state(state["envs"])
-        copy_into(at(self._raw, self.length), restored.obs)
+        copy_into(pick(self._raw, self.length), restored.obs)
         self.normaliser.forget(restored.restarted)
         return restored.reasons
 
@@ -216,7 +216,7 @@ class Collector:
         def like(x: Array) -> Array:
             return np.zeros((self.length, *x.shape), x.dtype)
 
-        obs = self._normal if self._normal is not None else at(self._raw, slice(self.length))
+        obs = self._normal if self._normal is not None else pick(self._raw, slice(self.length))
         return Rollout(
             obs=obs,
             action=like(acted.actions),
@@ -242,7 +242,7 @@ class Collector:
 
     def _row(self, t: int) -> Step:
         flags = {name: flag[t] for name, flag in self._flags.items()}
-        return Step(obs=at(self._raw, t + 1), reward=self._reward[t], **flags)
+        return Step(obs=pick(self._raw, t + 1), reward=self._reward[t], **flags)
 
 
 def rows_of(x: Obs, valid: Array) -> Obs:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from manyhands.data.kernels import compiled
 from manyhands.data.ring import Ring
 from manyhands.data.sum_tree import SumTree
 from manyhands.errors import ConfigError
@@ -61,6 +62,7 @@ class Uniform:
     def __init__(self, rings: Sequence[Ring], seed: int | None = 0) -> None:
         self.rings = list(rings)
         self._generator = np.random.default_rng(seed)
+        self._ones = np.ones(0, np.float32)
         self.counters = {"redrawn": 0}
 
     def take_in(self) -> None:
@@ -74,15 +76,21 @@ class Uniform:
         total = sum(sizes)
         if not total:
             raise EmptyError
-        ids = self._generator.integers(0, total, count)
+        # Half the price of `integers`; the product is below the total also when it is rounded.
+        numbers = self._generator.random(count)
+        numbers *= total
+        numbers.sort()  # rows are then copied from one end of the memory to the other
+        ids = numbers.astype(np.int64)
         if len(sizes) == 1:
             ids += firsts[0]
         else:
-            ids.sort()
             ends = np.cumsum(sizes)
             ring = ends.searchsorted(ids, "right")
             ids += (np.array(firsts) - (ends - sizes))[ring] + (ring << _SHIFT)
-        return Draw(ids, np.ones(count, np.float32), np.full(count, 1.0 / total))
+        numbers.fill(1.0 / total)
+        if len(self._ones) < count:
+            self._ones = np.ones(count, np.float32)
+        return Draw(ids, self._ones[:count].copy(), numbers)
 
     def forget(self, ids: Array) -> None:
         """Those rows are gone."""
@@ -118,10 +126,11 @@ class Proportional:
         self._generator = np.random.default_rng(seed)
         self._capacities = np.array([ring.capacity for ring in rings])
         self._offsets = np.cumsum([0, *self._capacities[:-1]])
-        self.tree = SumTree(int(self._capacities.sum()))
+        self.tree = SumTree(int(self._capacities.sum()), compiled())
         self._tickets = np.full(self.tree.capacity, -1, np.int64)  # of the row each leaf stands for
         self._seen = [0] * len(self.rings)
         self._floors = [0] * len(self.rings)
+        self._parts = np.zeros(0)
         self.counters = {"redrawn": 0, "stale_updates": 0, "uniform_draws": 0}
 
     # -- what writers did ----------------------------------------------------------------------
@@ -144,16 +153,17 @@ class Proportional:
             self._enter(_joined(leaves), _joined(tickets), _joined(given))
 
     def _enter(self, leaves: Array, tickets: Array, given: Array) -> None:
+        given = np.abs(given)
         unknown = np.isnan(given)
         if not unknown.any():
-            self.tree.set(leaves, self._power(given))
+            self.tree.put(leaves, self._power(given))
         else:
             before = self.tree.max()
-            self.tree.set(leaves, np.where(unknown, 0.0, self._power(given)))
+            self.tree.put(leaves, np.where(unknown, 0.0, self._power(given)))
             # A new row without a priority gets the largest of those that are there now.
             largest = self.tree.max() or before or 1.0
             which = leaves[unknown]
-            self.tree.set(which, np.full(len(which), largest))
+            self.tree.put(which, np.full(len(which), largest))
         self._tickets[leaves] = tickets
 
     def _strike_out(self, k: int, floor: int) -> None:
@@ -161,11 +171,19 @@ class Proportional:
         start = int(self._offsets[k])
         mine = self._tickets[start : start + int(self._capacities[k])]
         gone = np.flatnonzero((mine >= 0) & (mine < floor)) + start
-        self.tree.set(gone, np.zeros(len(gone)))
+        self.tree.put(gone, np.zeros(len(gone)))
         self._tickets[gone] = -1
 
     def _power(self, priorities: Array) -> Array:
-        raised: Array = (np.abs(priorities) + self.eps) ** self.alpha
+        """(|δ| + ε)^α of absolute errors."""
+        raised: Array = priorities + self.eps
+        if self.alpha <= 1.0:
+            raised **= self.alpha
+            return raised
+        with np.errstate(over="ignore"):
+            raised **= self.alpha
+        if np.isinf(raised).any():
+            raise ConfigError(f"replay: a TD error to the power of alpha {self.alpha} is too large")
         return raised
 
     # -- drawing -------------------------------------------------------------------------------
@@ -173,10 +191,12 @@ class Proportional:
     def draw(self, count: int, beta: float = 0.4) -> Draw:
         total = self.tree.total
         if total > 0.0:
-            parts = np.arange(count) + self._generator.random(count)
-            leaves = self.tree.find(parts * (total / count))
-            priorities = self.tree.get(leaves)
-            weights = (priorities / self.tree.min_positive()) ** -beta
+            targets = self._generator.random(count)
+            targets += self._part_numbers(count)
+            targets *= total / count
+            leaves, priorities = self.tree.locate(targets)
+            weights = priorities / self.tree.min_positive()
+            weights **= -beta
             return Draw(self._ids(leaves), weights.astype(np.float32), priorities / total)
         there = np.flatnonzero(self._tickets >= 0)
         if not len(there):
@@ -185,6 +205,11 @@ class Proportional:
         self.counters["uniform_draws"] += count
         leaves = there[np.sort(self._generator.integers(0, len(there), count))]
         return Draw(self._ids(leaves), np.ones(count, np.float32), np.full(count, 1.0 / len(there)))
+
+    def _part_numbers(self, count: int) -> Array:
+        if len(self._parts) != count:
+            self._parts = np.arange(float(count))
+        return self._parts
 
     def _ids(self, leaves: Array) -> Array:
         tickets = self._tickets.take(leaves)
@@ -197,7 +222,7 @@ class Proportional:
         self.counters["redrawn"] += len(ids)
         leaves, tickets, _ = self._leaves(ids)
         gone = leaves[self._tickets[leaves] == tickets]
-        self.tree.set(gone, np.zeros(len(gone)))
+        self.tree.put(gone, np.zeros(len(gone)))
         self._tickets[gone] = -1
 
     def update(self, ids: Array, priorities: Array) -> int:
@@ -206,24 +231,30 @@ class Proportional:
         priorities = np.asarray(priorities, np.float64).reshape(-1)
         if len(ids) != len(priorities):
             raise ConfigError(f"replay: {len(ids)} ids, but {len(priorities)} priorities")
-        if not np.isfinite(priorities).all():
+        priorities = np.abs(priorities)
+        if np.count_nonzero(priorities < np.inf) < len(ids):  # NaN fails too
             raise ConfigError("replay: a priority (TD error) is not a finite number")
         self.take_in()  # a slot that was overwritten belongs to its new row from here on
-        leaves, tickets, rings = self._leaves(ids)
-        firsts = np.array([ring.first for ring in self.rings])
-        fresh = (self._tickets.take(leaves) == tickets) & (tickets >= firsts[rings])
+        leaves, tickets, firsts = self._leaves(ids)
+        fresh = self._tickets.take(leaves) == tickets
+        fresh &= tickets >= firsts
         stale = len(ids) - int(np.count_nonzero(fresh))
         if stale:
             leaves, priorities = leaves[fresh], priorities[fresh]
             self.counters["stale_updates"] += stale
-        self.tree.set(leaves, self._power(priorities))
+        self.tree.put(leaves, self._power(priorities))
         return stale
 
     def _leaves(self, ids: Array) -> tuple[Array, Array, Any]:
+        """Where those rows would stand in the tree, their tickets, and the first of each's ring."""
         if len(self.rings) == 1:
-            return ids % self._capacities[0], ids, 0
+            return ids % self.tree.capacity, ids, self.rings[0].first
         rings, tickets = ids >> _SHIFT, ids & _TICKET
-        return self._offsets[rings] + tickets % self._capacities[rings], tickets, rings
+        try:
+            firsts = np.array([ring.first for ring in self.rings]).take(rings)
+        except IndexError:
+            raise ConfigError("replay: these are not ids that this replay has given out") from None
+        return self._offsets.take(rings) + tickets % self._capacities.take(rings), tickets, firsts
 
     # -- for checkpoints -----------------------------------------------------------------------
 
@@ -278,7 +309,7 @@ def assemble(sampler: Uniform | Proportional, draw: Draw, beta: float, lock: Any
     """
     out, whole = copy_rows(sampler.rings, draw.ids)
     for _ in range(_ATTEMPTS):
-        if whole.all():
+        if np.count_nonzero(whole) == len(whole):
             rows = sampler.rings[0].tree(out)
             return Batch(rows, draw.ids, draw.weights, draw.probabilities)
         lost = np.flatnonzero(~whole)

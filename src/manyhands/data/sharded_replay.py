@@ -25,6 +25,7 @@ from manyhands.data.frames import Frames, make_ring
 from manyhands.data.prefetch import Ahead
 from manyhands.data.rate_limit import Pace, RateLimit, Wait, wait_for, wait_of
 from manyhands.data.replay import frames_of
+from manyhands.data.ring import Ring
 from manyhands.data.sampling import Batch, EmptyError, Proportional, Uniform, assemble
 from manyhands.data.shard_writer import ShardWriter
 from manyhands.engines.base import DEFAULT_TIMEOUT
@@ -82,6 +83,8 @@ class ShardedReplay:
                 f"replay: capacity {capacity} is too small for {shards} shards and batches of "
                 f"{batch_size}; give at least {max(shards, batch_size)}"
             )
+        if prefetch < 0:
+            raise ConfigError(f"replay: prefetch {prefetch}: 0 or more batches")
         if on_loss not in ("keep", "drop"):
             raise ConfigError(f"replay: on_loss {on_loss!r} is neither 'keep' nor 'drop'")
         each = capacity // shards
@@ -102,6 +105,7 @@ class ShardedReplay:
         self._lock = threading.Lock()
         self._counters = {"lost_shards": 0, "kept_rows": 0, "dropped_rows": 0}
         self._beta = 0.4
+        self._released = False
         self._ahead = Ahead(self._next, prefetch) if prefetch else None
 
     # -- how much there is ---------------------------------------------------------------------
@@ -114,8 +118,13 @@ class ShardedReplay:
     def capacity(self) -> int:
         return sum(ring.capacity for ring in self._rings)
 
+    def _ring(self, shard: int) -> Ring:
+        if not 0 <= shard < len(self._rings):
+            raise ConfigError(f"replay: there is no shard {shard}, but 0 to {self.shards - 1}")
+        return self._rings[shard]
+
     def size(self, shard: int) -> int:
-        return self._rings[shard].size
+        return self._ring(shard).size
 
     @property
     def all_size(self) -> int:
@@ -123,7 +132,7 @@ class ShardedReplay:
 
     def clear(self, shard: int) -> None:
         """Forget the rows of one shard. Its actor may go on writing meanwhile."""
-        self._rings[shard].drop()
+        self._ring(shard).drop()
 
     def all_clear(self) -> None:
         """Forget all rows. Batches that were assembled ahead go with them."""
@@ -150,6 +159,7 @@ class ShardedReplay:
 
         With prefetch it was drawn a little earlier, with the beta of then.
         """
+        self._check_there()
         limit = self.timeout if timeout is None else timeout
         self._beta = beta
         if self._ahead is not None:
@@ -171,12 +181,16 @@ class ShardedReplay:
         with self._lock:
             return self._sampler.update(ids, priorities)
 
+    def _check_there(self) -> None:
+        if self._released:
+            raise ConfigError("replay: its memory has been given back by release()")
+
     def lose(self, shard: int) -> int:
         """The actor of that shard is gone: keep or drop its rows (`on_loss`), and count them.
 
         A new actor may open the same shard afterwards and write on where the old one stopped.
         """
-        rows = self._rings[shard].size
+        rows = self._ring(shard).size
         self._counters["lost_shards"] += 1
         self._counters["kept_rows" if self.on_loss == "keep" else "dropped_rows"] += rows
         if self.on_loss == "drop":
@@ -218,11 +232,12 @@ class ShardedReplay:
 
     def writer(self, shard: int, **options: Any) -> ShardWriter:
         """For an actor of this process."""
-        return ShardWriter(self._rings[shard], shard, wait=self._wait, **options)
+        return ShardWriter(self._ring(shard), shard, wait=self._wait, **options)
 
     def describe(self, shard: int) -> dict[str, Any]:
         """Plain data from which an actor of another process makes its `ShardWriter.open(...)`."""
-        return {"shard": shard, "host": socket.gethostname(), "ring": self._rings[shard].describe()}
+        self._check_there()
+        return {"shard": shard, "host": socket.gethostname(), "ring": self._ring(shard).describe()}
 
     def serve(self, worker: Any, name: str = "replay") -> None:
         """Let actors find their shards: `ShardWriter.connect(worker, name, shard)` over there.
@@ -237,6 +252,7 @@ class ShardedReplay:
 
     def state(self) -> dict[str, Any]:
         """All of it as plain data and arrays. Rows added meanwhile may or may not be in it."""
+        self._check_there()
         with self._lock:
             self._sampler.take_in()
             return {
@@ -261,9 +277,23 @@ class ShardedReplay:
             self._pace.publish()
 
     def close(self) -> None:
-        """End the prefetching thread. Safe to call twice."""
+        """End the prefetching thread, and let actors go on without bounds. Safe to call twice."""
         if self._ahead is not None:
             self._ahead.close(self.timeout)
+        with self._lock:
+            self._pace.lift()
+
+    def release(self) -> None:
+        """`close`, and give the shared memory back: nothing can be added or drawn from here on.
+
+        Counters stay. Actors of other processes hold their shard's memory until they end; what they
+        still write is lost. Safe to call twice.
+        """
+        self.close()
+        with self._lock:
+            self._released = True
+            for ring in self._rings:
+                ring.release()
 
     def __enter__(self) -> ShardedReplay:
         return self
@@ -279,7 +309,7 @@ class Door:
         self._replay = replay
 
     def describe(self, shard: int) -> dict[str, Any]:
-        ring = self._replay._rings[shard]
+        ring = self._replay._ring(shard)
         stacked = hasattr(ring, "frames")
         return {
             **self._replay.describe(shard),
@@ -289,14 +319,14 @@ class Door:
 
     def append(self, shard: int, rows: Tree, priorities: Array | None, frames: Array | None) -> int:
         """Rows of an actor that cannot reach the memory; how far it may go."""
-        ring = self._replay._rings[shard]
+        ring = self._replay._ring(shard)
         if frames is not None:
             frames_of(ring).append({"frame": frames})
         ring.append(rows, priorities)
         return ring.limit
 
     def limit(self, shard: int) -> int:
-        return self._replay._rings[shard].limit
+        return self._replay._ring(shard).limit
 
     def size(self, shard: int) -> int:
         return self._replay.size(shard)

@@ -13,38 +13,53 @@ order, so rounding cannot pile up, and a tree that was built at once equals one 
 
 from __future__ import annotations
 
+import itertools
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
 
+from manyhands.data.kernels import SHIFT, WIDTH, Kernels
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
 
-_WIDTH = 16
 _TOP = 4096  # sums that the top may have: to add up more costs more than another step down
-_BLOCK = _WIDTH * _WIDTH  # priorities that share one bound on their smallest and largest
-# rows @ _PREFIX are the running sums of each row, at a tenth of the price of numpy's cumsum
-_PREFIX = np.triu(np.ones((_WIDTH, _WIDTH)))
-_PATIENCE = 4  # blocks are put right one by one this often, then all at once
+_BLOCK = WIDTH * WIDTH  # priorities that share one bound on their smallest and largest
+# children @ _BEFORE: what lies before each of 16 children, the last child first, so that the first
+# number that is not above the target belongs to the child in question. It is always there: 0.
+_BEFORE = np.ascontiguousarray(np.triu(np.ones((WIDTH, WIDTH)), 1)[:, ::-1])
+_RUNNING = np.triu(np.ones((WIDTH, WIDTH)))  # children @ _RUNNING: their running sums
+_WAITING = 64  # batches of changes that are looked through for the largest and smallest at once
 
 
 class SumTree:
-    """Priorities 0 .. capacity-1, all 0 at the start; each is a finite number, 0 or more."""
+    """Priorities 0 .. capacity-1, all 0 at the start; each is a finite number, 0 or more.
 
-    def __init__(self, capacity: int) -> None:
+    `kernels`: compiled loops in place of numpy's, where somebody has them (see kernels.py).
+    """
+
+    def __init__(self, capacity: int, kernels: Kernels | None = None) -> None:
         if capacity < 1:
             raise ConfigError(f"sum tree: capacity {capacity}, but it must be 1 or more")
-        self.capacity = capacity
-        room = -(-capacity // _BLOCK) * _BLOCK
-        self._levels = [np.zeros(room)]
-        while len(self._levels[-1]) > _TOP:
-            nodes = len(self._levels[-1]) // _WIDTH
-            self._levels.append(np.zeros(-(-nodes // _WIDTH) * _WIDTH))
-        self._rows = [level.reshape(-1, _WIDTH) for level in self._levels[:-1]]
-        self._largest = _Bound(self._levels[0], np.maximum, 0.0)
-        self._smallest = _Bound(self._levels[0], np.minimum, np.inf)
-        self._starts = np.arange(0, 1024 * _WIDTH, _WIDTH)
-        self._top: Array | None = None  # cumulative sums of the last level, until something changes
+        self.capacity, self._kernels = capacity, kernels
+        top, steps = -(-capacity // _BLOCK) * _BLOCK, 0
+        while top > (_TOP if kernels is None else WIDTH):
+            top, steps = -(-top // WIDTH), steps + 1
+        if kernels is None:
+            top = -(-top // WIDTH) * WIDTH
+        # Rounded up, so that every sum has its 16 children; those beyond the capacity stay 0
+        sizes = [top * WIDTH**k for k in range(steps, -1, -1)]
+        self._flat = np.zeros(sum(sizes) + WIDTH)  # kernels look at 16 sums of the top, too
+        self._level_starts = np.cumsum([0, *sizes])
+        *self._levels, _ = np.split(self._flat, self._level_starts[1:])
+        self._level_starts = self._level_starts[:-1]
+        self._rows = [level.reshape(-1, WIDTH) for level in self._levels[:-1]]
+        self._largest = _Extreme(self._levels[0], np.maximum, 0.0)
+        self._smallest = _Extreme(self._levels[0], np.minimum, np.inf)
+        self._starts = np.arange(0, 1024 * WIDTH, WIDTH)
+        # What lies before each sum of the last level, and the total; right until something changes
+        self._before = np.zeros(len(self._levels[-1]) + 1)
+        self._changed = False
 
     @property
     def values(self) -> Array:
@@ -60,31 +75,37 @@ class SumTree:
 
     def set(self, indices: Array, priorities: Array) -> None:
         """Give `indices` [B] these priorities [B]; where an index comes twice, the last wins."""
-        indices = np.asarray(indices, np.int64).reshape(-1)
+        indices = np.array(indices, np.int64).reshape(-1)
         priorities = np.asarray(priorities, np.float64).reshape(-1)
         if len(indices) != len(priorities):
             raise ConfigError(f"sum tree: {len(indices)} indices, {len(priorities)} priorities")
-        if not len(indices):
-            return
-        if indices.min() < 0 or indices.max() >= self.capacity:
+        if indices.min(initial=0) < 0 or indices.max(initial=0) >= self.capacity:
             raise ConfigError(
                 f"sum tree: indices {indices.min()} to {indices.max()}, "
                 f"but there are 0 to {self.capacity - 1}"
             )
         # NaN fails the first comparison
-        if not (priorities.min() >= 0.0 and priorities.max() < np.inf):
+        if not (priorities.min(initial=0.0) >= 0.0 and priorities.max(initial=0.0) < np.inf):
             raise ConfigError("sum tree: every priority must be a finite number, 0 or more")
-        self._top = None
+        self.put(indices, priorities)
+
+    def put(self, indices: Array, priorities: Array) -> None:
+        """`set` for somebody who has checked both, and leaves the array of indices alone."""
+        if not len(indices):
+            return
+        self._changed = True
         self._levels[0][indices] = priorities
-        self._largest.widen(indices, priorities)
-        self._smallest.widen(indices, np.where(priorities > 0.0, priorities, np.inf))
-        if len(indices) * _WIDTH > self.capacity:
+        self._largest.note(indices)
+        self._smallest.note(indices)
+        if len(indices) * WIDTH > self.capacity:
             self._add_all_up()
+        elif self._kernels is not None:
+            self._kernels.add_up(self._flat, self._level_starts, indices)
         else:
             self._add_up(indices)
 
     def clear(self) -> None:
-        self._top = None
+        self._changed = True
         for level in self._levels:
             level[:] = 0.0
         self._largest.reset()
@@ -103,89 +124,133 @@ class SumTree:
 
         A priority of 0 is never found. The total must not be 0.
         """
-        top = self._running()
-        if not top[-1] > 0.0:
+        return self.locate(np.asarray(targets, np.float64))[0]
+
+    def locate(self, targets: Array) -> tuple[Array, Array]:
+        """`find`, and the priorities of what was found."""
+        before = self._running()
+        if not before.item(-1) > 0.0:
             raise ConfigError("sum tree: all priorities are 0, so there is nothing to find")
-        # A target may round up to the total itself: it means the last priority above 0.
-        rest = np.minimum(targets, np.nextafter(top[-1], 0.0))
-        node: Array = top.searchsorted(rest, "right")
-        rest = rest - np.where(node > 0, top[node - 1], 0.0)
+        if self._kernels is not None:
+            return self._kernels.locate(self._flat, self._level_starts, targets)
+        # Without both ends: a target that rounds up to the total means the last priority.
+        node: Array = before[1:-1].searchsorted(targets, "right")
+        rest = targets - before.take(node)
+        starts = self._starts_of(len(node))
         for rows in reversed(self._rows):
-            node, rest = _step_down(rows, node, rest)
-        return node
+            sums = rows.take(node, 0) @ _BEFORE  # [B, 16]
+            child = (sums <= rest[:, None]).argmax(1)
+            rest = rest - sums.take(starts + child)
+            node = (node << SHIFT | WIDTH - 1) - child
+        priorities = self._levels[0].take(node)
+        if np.count_nonzero(priorities) < len(node):
+            self._mend(node)
+            priorities = self._levels[0].take(node)
+        return node, priorities
+
+    def _mend(self, node: Array) -> None:
+        """Rounding left a target just past its node, at a 0: take the last priority before it."""
+        positive = np.flatnonzero(self._levels[0])
+        wrong = np.flatnonzero(self._levels[0].take(node) <= 0.0)
+        place = np.maximum(positive.searchsorted(node[wrong]) - 1, 0)
+        node[wrong] = positive[place]
 
     def _running(self) -> Array:
-        if self._top is None:
-            self._top = np.cumsum(self._levels[-1])
-        return self._top
+        if self._changed and self._kernels is not None:
+            self._levels[-1].cumsum(out=self._before[1:])
+            self._changed = False
+        elif self._changed:
+            # 16 at a time, and then what lies before each 16: half the price of numpy's cumsum
+            sums = self._before[1:].reshape(-1, WIDTH)
+            np.matmul(self._levels[-1].reshape(-1, WIDTH), _RUNNING, out=sums)
+            sums[1:] += sums[:-1, -1].cumsum()[:, None]
+            self._changed = False
+        return self._before
+
+    def _starts_of(self, count: int) -> Array:
+        """0, 16, 32, ..."""
+        if count > len(self._starts):
+            self._starts = np.arange(0, 2 * count * WIDTH, WIDTH)
+        return self._starts[:count]
 
     def _add_up(self, indices: Array) -> None:
         nodes = indices
+        starts = self._starts_of(len(indices))
         for rows, sums in zip(self._rows, self._levels[1:], strict=True):
-            nodes = nodes // _WIDTH
-            if len(nodes) > len(self._starts):
-                self._starts = np.arange(0, 2 * len(nodes) * _WIDTH, _WIDTH)
-            sums[nodes] = np.add.reduceat(rows.take(nodes, 0).ravel(), self._starts[: len(nodes)])
+            nodes = nodes >> SHIFT
+            sums[nodes] = np.add.reduceat(rows.take(nodes, 0).ravel(), starts)
 
     def _add_all_up(self) -> None:
-        for level, rows, sums in zip(self._levels, self._rows, self._levels[1:], strict=False):
-            starts = np.arange(0, len(level), _WIDTH)
-            sums[: len(rows)] = np.add.reduceat(level, starts)
+        if self._kernels is not None:
+            every = np.arange(0, len(self._levels[0]), WIDTH)
+            self._kernels.add_up(self._flat, self._level_starts, every)
+            return
+        for level, sums in itertools.pairwise(self._levels):
+            np.add.reduceat(level, np.arange(0, len(level), WIDTH), out=sums)
 
 
-def _step_down(rows: Array, node: Array, rest: Array) -> tuple[Array, Array]:
-    """From a node and what is left of the target to its child, and what is left then."""
-    children = rows.take(node, 0)  # [B, 16]
-    running = children @ _PREFIX
-    child = (running > rest[:, None]).argmax(1)
-    at = np.arange(0, running.size, _WIDTH) + child
-    share = children.take(at)
-    left = rest - (running.take(at) - share)
-    # Rounding can leave a target just past its node, or at a child of 0: then look closely.
-    wrong = (share <= 0.0) | (running[:, -1] <= rest)
-    if wrong.any():
-        for i in np.flatnonzero(wrong):
-            positive = np.flatnonzero(children[i] > 0.0)
-            before = np.cumsum(children[i])[positive] - children[i][positive]
-            k = max(int(np.searchsorted(before, rest[i], "right")) - 1, 0)
-            child[i], left[i] = positive[k], rest[i] - before[k]
-    return node * _WIDTH + child, np.maximum(left, 0.0)
+class _Extreme:
+    """The largest (or smallest positive) of all priorities, and where it is.
 
-
-class _Bound:
-    """The largest (or smallest) of all priorities, from one bound for each block of 256.
-
-    A write can only widen a block's bound, which costs next to nothing. Whether the widest bound
-    is still reached is looked up when somebody asks: that block alone is gone through.
+    Changes are only noted, which costs nothing. When somebody asks, the changed ones are compared
+    with the last answer. If that was taken away, it is looked for: each block of 256 has its
+    own largest (or smallest), which is put right where something has changed.
     """
 
     def __init__(self, leaves: Array, better: Any, nothing: float) -> None:
-        self._blocks = leaves.reshape(-1, _BLOCK)
+        self._leaves, self._blocks = leaves, leaves.reshape(-1, _BLOCK)
         self._better, self._nothing = better, nothing
+        self._best = methodcaller("argmax" if better is np.maximum else "argmin")
         self._bounds = np.full(len(self._blocks), nothing)
-        self._loose = np.zeros(len(self._blocks), bool)
-
-    def widen(self, indices: Array, values: Array) -> None:
-        blocks = indices // _BLOCK
-        self._better.at(self._bounds, blocks, values)
-        self._loose[blocks] = True
-
-    def exact(self) -> float:
-        for attempt in range(_PATIENCE + 1):
-            tied = np.flatnonzero(self._bounds == self._better.reduce(self._bounds))
-            suspects = tied[self._loose[tied]]
-            if len(suspects) < len(tied):  # one of them is known to reach it
-                break
-            self._tighten(np.flatnonzero(self._loose) if attempt == _PATIENCE else suspects)
-        return float(self._better.reduce(self._bounds))
-
-    def _tighten(self, which: Array) -> None:
-        rows = self._blocks[which]
-        if self._nothing > 0.0:  # of the smallest: 0 means that nothing is there
-            rows = np.where(rows > 0.0, rows, self._nothing)
-        self._bounds[which] = self._better.reduce(rows, axis=1)
-        self._loose[which] = False
+        self._stale = np.zeros(len(self._blocks), bool)
+        self.reset()
 
     def reset(self) -> None:
+        """All priorities are 0."""
         self._bounds[:] = self._nothing
-        self._loose[:] = False
+        self._stale[:] = False
+        self._noted: list[Array] = []
+        self._index, self._value = 0, self._nothing
+
+    def note(self, indices: Array) -> None:
+        """Those have changed."""
+        self._noted.append(indices)
+        if len(self._noted) >= _WAITING:
+            self._look()
+
+    def exact(self) -> float:
+        if self._noted:
+            self._look()
+        if self._index < 0:
+            self._search()
+        return self._value
+
+    def _look(self) -> None:
+        """Compare what has changed with the last answer."""
+        changed = self._noted[0] if len(self._noted) == 1 else np.concatenate(self._noted)
+        self._noted = []
+        self._stale[changed >> 2 * SHIFT] = True
+        if self._index < 0:
+            return
+        values = self._counted(self._leaves.take(changed))
+        at = int(self._best(values))
+        value = values.item(at)
+        if value == self._value or (value > self._value) is (self._nothing == 0.0):
+            self._index, self._value = changed.item(at), value
+        elif self._leaves.item(self._index) != self._value:
+            self._index = -1  # it was taken away, and nothing as good has come
+
+    def _search(self) -> None:
+        which = np.flatnonzero(self._stale)
+        self._bounds[which] = self._better.reduce(self._counted(self._blocks[which]), axis=1)
+        self._stale[which] = False
+        block = int(self._best(self._bounds))
+        self._value = self._bounds.item(block)
+        place = int(self._best(self._counted(self._blocks[block])))
+        self._index = block * _BLOCK + place
+
+    def _counted(self, values: Array) -> Array:
+        """Of the smallest: 0 means that nothing is there."""
+        if self._nothing > 0.0 and np.count_nonzero(values) < values.size:
+            return np.where(values > 0.0, values, self._nothing)
+        return values

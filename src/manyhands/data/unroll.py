@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from manyhands.data.noise import EnvNoise
+from manyhands.data.observations import appended, copy_into, pick, stacked
 from manyhands.data.rollout import Acted, Actor, Normaliser, Obs
 from manyhands.envs.adapter import Final, Step, VecAdapter
 from manyhands.envs.spaces import zeros
@@ -78,7 +79,7 @@ class UnrollCollector:
         self._store["reward"] = np.zeros((length, b), np.float32)
         self._rows = [
             Step(
-                obs=_at(self._raw, t + 1),
+                obs=pick(self._raw, t + 1),
                 reward=self._store["reward"][t],
                 **{name: self._store[name][t] for name in flags},
             )
@@ -95,7 +96,7 @@ class UnrollCollector:
         start, before = self._start(), self.state.copy()
         ends: list[tuple[int, Final]] = []
         for t, row in enumerate(self._rows):
-            seen = self.normaliser.see(_at(self._raw, t))
+            seen = self.normaliser.see(pick(self._raw, t))
             self._put_seen(t, seen)
             acted = self._act(seen, t)
             self._remember(t, acted)
@@ -106,11 +107,11 @@ class UnrollCollector:
             over = row.terminated | row.truncated
             self._first[t + 1] = over | (self._first[t] & ~row.valid)
             self.normaliser.scale(row.reward, over)
-        self._put_seen(self.length, self.normaliser.apply(_at(self._raw, self.length)))
+        self._put_seen(self.length, self.normaliser.apply(pick(self._raw, self.length)))
         self.valid_steps = int(self._store["valid"].sum()) + self._carried
         self._carried = 0
         whole = self._as_one(before, ends, version)
-        return self._into_episodes(whole, start, version) if self._whole else [whole]
+        return self._into_episodes(whole, start, version) if self._whole else [_owned(whole)]
 
     def carry(self, steps: int) -> None:
         """Steps that nobody has been told of yet: no unroll was ready to go."""
@@ -119,9 +120,9 @@ class UnrollCollector:
     def _start(self) -> bool:
         if not self._begun:
             self._begun = True
-            self.envs.reset(_at(self._raw, 0))
+            self.envs.reset(pick(self._raw, 0))
             return True
-        _copy(_at(self._raw, 0), _at(self._raw, self.length))
+        copy_into(pick(self._raw, 0), pick(self._raw, self.length))
         self._first[0] = self._first[self.length]
         return False
 
@@ -148,12 +149,12 @@ class UnrollCollector:
         cut = [(t, f) for t, f in ends if not store["terminated"][t, f.env]]
         open_envs = np.flatnonzero(~(store["terminated"][last] | store["truncated"][last]))
         at = [(last, int(b)) for b in open_envs] + [(t, f.env) for t, f in cut]
-        edges = _take(_at(self._seen, self.length), open_envs)
+        edges = pick(pick(self._seen, self.length), open_envs)
         if cut:
-            finals = self.normaliser.apply(_stack([f.obs for _, f in cut]))
-            edges = _cat([edges, finals])
+            finals = self.normaliser.apply(stacked([f.obs for _, f in cut]))
+            edges = appended([edges, finals])
         unroll = {name: store[name] for name in COLUMNS} | {
-            "obs": _upto(self._seen, self.length),
+            "obs": pick(self._seen, slice(self.length)),
             "edges": edges,
             "edge_at": np.array(at, np.int64).reshape(-1, 2),
             "version": version,
@@ -208,7 +209,7 @@ def joined(unrolls: Sequence[Unroll]) -> Unroll:
     length = max(len(u["reward"]) for u in unrolls)
     out: Unroll = {name: _beside([u[name] for u in unrolls], length) for name in COLUMNS}
     out["obs"] = _beside([u["obs"] for u in unrolls], length)
-    out["edges"] = _cat([u["edges"] for u in unrolls])
+    out["edges"] = appended([u["edges"] for u in unrolls])
     widths = [u["reward"].shape[1] for u in unrolls]
     shifts = np.cumsum([0, *widths[:-1]])
     at = [u["edge_at"] + [0, shift] for u, shift in zip(unrolls, shifts, strict=True)]
@@ -233,6 +234,18 @@ def _beside(parts: list[Obs], length: int) -> Obs:
     return np.concatenate(padded, axis=1)
 
 
+def _owned(whole: Unroll) -> Unroll:
+    """Copied out of storage that will be used again. WHY: where one worker acts and learns, no
+    channel copies it, and a replay, or an update of several unrolls, would hold the newest only."""
+
+    def own(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {k: own(v) for k, v in x.items()}
+        return x.copy() if isinstance(x, np.ndarray) else x
+
+    return {name: own(x) for name, x in whole.items()}
+
+
 def _piece(whole: Unroll, b: int, start: int, stop: int) -> Unroll:
     """Rows of one environment, copied out of storage that will be used again."""
 
@@ -246,7 +259,7 @@ def _piece(whole: Unroll, b: int, start: int, stop: int) -> Unroll:
     at = whole["edge_at"]
     mine = (at[:, 1] == b) & (at[:, 0] >= start) & (at[:, 0] < stop)
     mine &= at[:, 0] == stop - 1  # an end; where the piece merely stops, its lane goes on
-    piece["edges"], piece["edge_at"] = _take(whole["edges"], mine), at[mine] - [start, b]
+    piece["edges"], piece["edge_at"] = pick(whole["edges"], mine), at[mine] - [start, b]
     if "state" in whole:
         # An LSTM starts an episode from nothing: only the first piece of a lane keeps it, as zeros.
         piece["state"] = np.zeros((1, whole["state"].shape[1]), np.float32)
@@ -257,40 +270,8 @@ def _end_to_end(pieces: list[Unroll], version: int) -> Unroll:
     """The pieces of one episode as one unroll; only the last one's edge is an edge of it."""
     last, before = pieces[-1], sum(len(p["reward"]) for p in pieces[:-1])
     names = [n for n in last if n not in ("edges", "edge_at", "state")]
-    out: Unroll = {n: _cat([p[n] for p in pieces]) for n in names}
+    out: Unroll = {n: appended([p[n] for p in pieces]) for n in names}
     out |= {"edges": last["edges"], "edge_at": last["edge_at"] + [before, 0], "version": version}
     if "state" in last:
         out["state"] = last["state"]
     return out
-
-
-def _at(x: Obs, t: int) -> Obs:
-    return {k: v[t] for k, v in x.items()} if isinstance(x, dict) else x[t]
-
-
-def _upto(x: Obs, t: int) -> Obs:
-    return {k: v[:t] for k, v in x.items()} if isinstance(x, dict) else x[:t]
-
-
-def _take(x: Obs, rows: Array) -> Obs:
-    return {k: v[rows] for k, v in x.items()} if isinstance(x, dict) else x[rows]
-
-
-def _cat(parts: list[Obs]) -> Obs:
-    if isinstance(parts[0], dict):
-        return {k: _cat([p[k] for p in parts]) for k in parts[0]}
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _stack(items: list[Obs]) -> Obs:
-    if isinstance(items[0], dict):
-        return {k: np.stack([i[k] for i in items]) for k in items[0]}
-    return np.stack(items)
-
-
-def _copy(target: Obs, source: Obs) -> None:
-    if isinstance(target, dict):
-        for k in target:
-            target[k][...] = source[k]
-    else:
-        target[...] = source

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-BATCH, BLOCK = 512, 64
+BATCHES = (512, 32)  # rows that a learner draws: of Ape-X, and of DQN
+BLOCK = 64
+SLICES = 5
 FILL = 5_000  # rows at once before the clock starts
 ALPHA, BETA = 0.6, 0.4
 # case -> shape of an observation, dtype, capacity
@@ -29,6 +33,7 @@ CASES: dict[str, tuple[tuple[int, ...], Any, int]] = {
 Task = Callable[[], Any]
 Tasks = dict[str, tuple[int, Task]]  # name -> rows a call, call
 MISSING: dict[str, str] = {}  # tasks that the library cannot do here, and why
+ERRORS = {batch: np.random.default_rng(0).random(batch) for batch in BATCHES}
 
 
 def rows(case: str, count: int) -> dict[str, np.ndarray]:
@@ -49,6 +54,16 @@ def fill(add: Callable[[], Any], rows_a_call: int, capacity: int) -> None:
         add()
 
 
+def draws(uniform: Any = None, learn: Any = None) -> Tasks:
+    """Drawing a batch, and drawing one by priority and giving its rows new ones."""
+    return {
+        f"{name} {count}": (count, partial(call, count))
+        for count in BATCHES
+        for name, call in (("uniform", uniform), ("prioritized", learn))
+        if call is not None
+    }
+
+
 def manyhands(case: str) -> Tasks:
     from manyhands.data.replay import PrioritizedReplay, Replay
 
@@ -59,18 +74,22 @@ def manyhands(case: str) -> Tasks:
     prioritized = PrioritizedReplay(capacity, example, alpha=ALPHA)
     for replay in (uniform, prioritized):
         fill(lambda replay=replay: replay.append(much), FILL, capacity)  # type: ignore[misc]
-    errors = np.random.default_rng(0).random(BATCH)
 
-    def learn() -> None:
-        batch = prioritized.sample(BATCH, beta=BETA)
-        prioritized.update_priorities(batch.ids, errors)
+    def learn(count: int) -> None:
+        batch = prioritized.sample(count, beta=BETA)
+        prioritized.update_priorities(batch.ids, ERRORS[count])
 
     return {
         "add 1": (1, lambda: uniform.append(one)),
         f"add {BLOCK}": (BLOCK, lambda: uniform.append(block)),
-        "uniform": (BATCH, lambda: uniform.sample(BATCH)),
-        "prioritized": (BATCH, learn),
+        **draws(uniform.sample, learn),
     }
+
+
+def manyhands_numpy(case: str) -> Tasks:
+    """As it is without numba."""
+    sys.modules["numba"] = None  # type: ignore[assignment]
+    return manyhands(case)
 
 
 def manyhands_frames(case: str) -> Tasks:
@@ -101,15 +120,13 @@ def manyhands_frames(case: str) -> Tasks:
 
     for replay in (uniform, prioritized):
         fill(adder(replay, BLOCK), BLOCK, capacity)
-    errors = np.random.default_rng(0).random(BATCH)
 
-    def learn() -> None:
-        batch = prioritized.sample(BATCH, beta=BETA)
-        prioritized.update_priorities(batch.ids, errors)
+    def learn(count: int) -> None:
+        batch = prioritized.sample(count, beta=BETA)
+        prioritized.update_priorities(batch.ids, ERRORS[count])
 
     return {
-        "uniform": (BATCH, lambda: uniform.sample(BATCH)),
-        "prioritized": (BATCH, learn),
+        **draws(uniform.sample, learn),
         f"add {BLOCK}": (BLOCK, adder(uniform, BLOCK)),
         "add 1": (1, adder(uniform, 1)),
     }
@@ -132,17 +149,15 @@ def cpprb(case: str) -> Tasks:
     one = {name: column[0] for name, column in block.items()}
     for replay in (uniform, prioritized):
         fill(lambda replay=replay: replay.add(**much), FILL, capacity)  # type: ignore[misc]
-    errors = np.random.default_rng(0).random(BATCH)
 
-    def learn() -> None:
-        batch = prioritized.sample(BATCH, beta=BETA)
-        prioritized.update_priorities(batch["indexes"], errors)
+    def learn(count: int) -> None:
+        batch = prioritized.sample(count, beta=BETA)
+        prioritized.update_priorities(batch["indexes"], ERRORS[count])
 
     return {
         "add 1": (1, lambda: uniform.add(**one)),
         f"add {BLOCK}": (BLOCK, lambda: uniform.add(**block)),
-        "uniform": (BATCH, lambda: uniform.sample(BATCH)),
-        "prioritized": (BATCH, learn),
+        **draws(uniform.sample, learn),
     }
 
 
@@ -171,7 +186,7 @@ def sb3(case: str) -> Tasks:
     return {
         "add 1": (1, add_one),
         f"add {BLOCK}": (BLOCK, add_many),
-        "uniform": (BATCH, lambda: many.sample(BATCH)),
+        **draws(many.sample),
     }
 
 
@@ -191,32 +206,34 @@ def torchrl(case: str) -> Tasks:
         return TensorDict(parts, batch_size=[count])
 
     block, one, much = tensors(BLOCK), tensors(1)[0], tensors(FILL)
-    uniform = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=BATCH)
+    uniform = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=BATCHES[0])
     fill(lambda: uniform.extend(much), FILL, capacity)
     tasks: Tasks = {
         "add 1": (1, lambda: uniform.add(one)),
         f"add {BLOCK}": (BLOCK, lambda: uniform.extend(block)),
-        "uniform": (BATCH, lambda: uniform.sample()),
+        **draws(uniform.sample),
     }
     try:
         prioritized = TensorDictPrioritizedReplayBuffer(
-            alpha=ALPHA, beta=BETA, storage=LazyTensorStorage(capacity), batch_size=BATCH
-        )
-    except RuntimeError as error:  # its compiled part was built for another torch
-        MISSING["prioritized"] = str(error)
+            alpha=ALPHA, beta=BETA, storage=LazyTensorStorage(capacity),
+            batch_size=BATCHES[0],
+        )  # fmt: skip
+    except (RuntimeError, ImportError, NameError) as error:
+        MISSING["prioritized"] = f"its compiled part was built for another torch ({error})"
         return tasks
     fill(lambda: prioritized.extend(much), FILL, capacity)
-    errors = torch.rand(BATCH)
+    errors = {count: torch.from_numpy(numbers) for count, numbers in ERRORS.items()}
 
-    def learn() -> None:
-        batch = prioritized.sample()
-        prioritized.update_priority(batch["index"], errors)
+    def learn(count: int) -> None:
+        batch = prioritized.sample(count)
+        prioritized.update_priority(batch["index"], errors[count])
 
-    return {**tasks, "prioritized": (BATCH, learn)}
+    return {**tasks, **draws(None, learn)}
 
 
 LIBRARIES: dict[str, Callable[[str], Tasks]] = {
     "manyhands": manyhands,
+    "manyhands, numpy only": manyhands_numpy,
     "manyhands, frames once": manyhands_frames,
     "cpprb": cpprb,
     "stable-baselines3": sb3,
@@ -225,14 +242,16 @@ LIBRARIES: dict[str, Callable[[str], Tasks]] = {
 
 
 def rate(rows_a_call: int, task: Task, seconds: float) -> float:
-    """Rows a second, after a tenth of the time to warm up."""
-    for length in (seconds / 10, seconds):
+    """Rows a second: of several slices of that time the median, after one more to warm up."""
+    found = []
+    for _ in range(1 + SLICES):
         calls, start = 0, time.perf_counter()
-        while (passed := time.perf_counter() - start) < length:
+        while (passed := time.perf_counter() - start) < seconds / SLICES:
             for _ in range(4):
                 task()
             calls += 4
-    return calls * rows_a_call / passed
+        found.append(calls * rows_a_call / passed)
+    return statistics.median(found[1:])
 
 
 def main() -> None:
@@ -241,6 +260,10 @@ def main() -> None:
     rates = {name: rate(*task, asked["seconds"]) for name, task in tasks.items()}
     package = asked["library"].partition(",")[0]
     version = importlib.metadata.version(package)
+    if package == "manyhands":
+        from manyhands.data.kernels import in_use
+
+        version += f" with {in_use()}"
     print(json.dumps({"rates": rates, "version": version, "missing": MISSING}))
 
 
