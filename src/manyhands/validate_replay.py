@@ -61,6 +61,8 @@ def _range_faults(o: Any) -> Iterator[str]:
         yield f"noise_spread={o.noise_spread:g} must be above 0; 1 gives all the same noise"
     if o.pull_every < 1:
         yield f"pull_every={o.pull_every}: at least 1 is needed"
+    if o.prefetch < 0:
+        yield f"prefetch={o.prefetch}: a number of batches, 0 or more"
     try:
         ends = [make_schedule(o.beta)(p) for p in (0.0, 1.0)]
     except ConfigError:
@@ -117,4 +119,7 @@ def _longest(look: Any) -> int | None:
     first = getattr(look, "envs", [None])[0] or getattr(look, "env", None)
     spec = getattr(first, "spec", None)
     longest = getattr(spec, "max_episode_steps", None)
+    longest = longest or getattr(
+        getattr(spec, "config", None), "max_episode_steps", None
+    )  # EnvPool
     return int(longest) if longest else None

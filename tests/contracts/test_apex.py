@@ -21,7 +21,7 @@ from manyhands.errors import ConfigError
 from manyhands.experiment.folder import SUMMARY
 from manyhands.experiment.timing import Phases
 from manyhands.networks.q import build_bounded_actor, build_q_network
-from manyhands.strategies import apex
+from manyhands.strategies import apex_parts as apex
 from manyhands.strategies.across import OverGroup
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
@@ -47,7 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
         "box_actions": "scale", "noise_spread": 0.3,
     },
 }  # fmt: skip
-FEW = {"local": ("dqn, two learners", "ddpg"), "ray": ("dqn",)}  # they take long to start
+# They take long to start.
+FEW = {"local": ("dqn, two learners", "ddpg"), "ray": ("dqn", "dqn, two learners")}
+SLOW = {("ray", "dqn, two learners")}
 
 
 def train(name: str, folder: Path, **more: Any) -> Any:
@@ -64,7 +66,9 @@ def cases() -> list[Any]:
     for engine in PART_ENGINES:
         name = engine.values[0]  # type: ignore[attr-defined]
         for case in CASES if name == "inline" else FEW[name]:
-            marks = engine.marks  # type: ignore[attr-defined]
+            marks = list(engine.marks)  # type: ignore[attr-defined]
+            if (name, case) in SLOW:
+                marks.append(pytest.mark.slow)
             found.append(pytest.param(case, name, marks=marks, id=f"{name}-{case}"))
     return found
 
@@ -163,28 +167,6 @@ def test_single_repeats_to_the_bit_and_counts(algorithm: str, tmp_path: Path) ->
     assert {"loss", "td_error", "q_mean", "exploration"} <= set(records[-1])
 
 
-@pytest.mark.parametrize("algorithm", ["dqn", "ddpg"])
-@pytest.mark.parametrize("engine", ["inline", "local"])
-def test_a_resumed_run_with_its_replay_goes_on_exactly(
-    engine: str, algorithm: str, tmp_path: Path
-) -> None:
-    env = "CartPole-v1" if algorithm == "dqn" else "Pendulum-v1"
-    more = {"ddpg": {"noise_kind": "ou", "normalize_observations": True}, "dqn": {"n_step": 4}}
-    options = SMALL | {
-        "workers": 1, "env": env, "engine": engine, "checkpoint_replay": True,
-        "learning_rate": 1e-3, "beta": 0.5, "replay_size": 500, **more[algorithm],
-    }  # fmt: skip
-    mh.train(algorithm, run_dir=str(tmp_path / "whole"), **options)
-    half = options | {"steps": 640}
-    mh.train(algorithm, run_dir=str(tmp_path / "half"), **half)
-    result = mh.resume(tmp_path / "half", steps=1200)
-    assert result.summary["exit"] == "finished"
-    one, two = (load_file(tmp_path / n / "policy.safetensors") for n in ("whole", "half"))
-    assert all(np.array_equal(one[k], two[k]) for k in one)
-    rows = [(tmp_path / n / "episodes.csv").read_text().splitlines() for n in ("whole", "half")]
-    assert [r.rpartition(",")[0] for r in rows[0]] == [r.rpartition(",")[0] for r in rows[1]]
-
-
 def test_a_resumed_run_without_its_replay_fills_a_new_one(tmp_path: Path) -> None:
     options = SMALL | {"workers": 1, "engine": "inline", "steps": 640}
     mh.train("dqn", run_dir=str(tmp_path / "run"), **options)
@@ -217,6 +199,7 @@ def test_apex_goes_on_with_its_replay(tmp_path: Path) -> None:
         ("ddpg", {"env": "CartPole-v1"}, "manyhands train dqn"),
         ("dqn", {"n_step": 501}, "longer than an episode"),
         ("dqn", {"n_step": 0}, "at least 1"),
+        ("dqn", {"prefetch": -1}, "0 or more"),
         ("dqn", {"batch_size": 0}, "at least 1"),
         ("dqn", {"learning_starts": 5000}, "learning starts with 5,000"),
         ("dqn", {"learners": 3}, "leave nobody to act"),
@@ -232,3 +215,11 @@ def test_bad_input_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=said):
         mh.train(algorithm, run_dir=str(tmp_path / "run"), **(SMALL | options))
     assert not (tmp_path / "run").exists()
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    bad = {"env": "CartPole-v1", "replay_size": 16, "n_step": 501, "updates_per_step": 0.0}
+    with pytest.raises(ConfigError) as error:
+        mh.train("ddpg", run_dir=str(tmp_path / "run"), **(SMALL | bad))
+    for said in ("smaller than a batch", "longer than an episode", "nothing would", "train dqn"):
+        assert said in str(error.value)

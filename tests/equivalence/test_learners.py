@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import async_programs
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+import manyhands as mh
 from manyhands import launch
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
@@ -25,3 +30,30 @@ def test_replicas_are_equal_after_a_thousand_updates() -> None:
     two = launch(async_programs.learn_from_the_same, 1000, 2, workers=2, engine="local", timeout=60)
     assert np.isfinite(two[0]).all()
     assert np.array_equal(two[0], two[1])
+
+
+@pytest.mark.parametrize("algorithm", ["dqn", "ddpg"])
+def test_two_learners_of_apex_are_one(algorithm: str, tmp_path: Path) -> None:
+    """Whole runs, with the same two actors: the same episodes, the same draws, the same weights."""
+    options: dict[str, Any] = {
+        "env": "CartPole-v1" if algorithm == "dqn" else "Pendulum-v1", "engine": "inline",
+        "num_envs": 4, "steps": 640, "hidden": (16, 16), "learning_starts": 200,
+        "batch_size": 33, "updates_per_step": 0.25, "rollout_length": 16, "quiet": True,
+        "tensorboard": False, "max_grad_norm": 1e6,
+    }  # fmt: skip
+    left = []
+    for learners in (1, 2):
+        folder = tmp_path / str(learners)
+        mh.train(algorithm, run_dir=str(folder), workers=2 + learners, learners=learners, **options)
+        left.append((load_file(folder / "policy.safetensors"), lengths(folder / "episodes.csv")))
+    (one, episodes), (two, same) = left
+    assert episodes == same
+    for name, weights in one.items():
+        np.testing.assert_allclose(two[name], weights, rtol=1e-3, atol=1e-4)
+
+
+def lengths(file: Path) -> list[str]:
+    """Environments and lengths of the episodes, in order."""
+    rows = [row.split(",") for row in file.read_text().splitlines()]
+    names = rows[0]
+    return [f"{row[names.index('env')]}: {row[names.index('length')]}" for row in rows[1:]]

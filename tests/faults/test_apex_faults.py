@@ -21,32 +21,37 @@ def programs_can_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
 
 
+OPTIONS: dict[str, Any] = {
+    "env": "async_programs:deadly_cartpole", "env_kwargs": {"steps": 700}, "num_envs": 4,
+    "quiet": True, "tensorboard": False, "timeout": 120.0, "hidden": (16, 16),
+    "learning_starts": 500, "batch_size": 32, "updates_per_step": 0.1, "pull_every": 8,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("what", ["keep", "drop"])
-def test_a_killed_actor_is_started_again(what: str, tmp_path: Path) -> None:
-    """Killed by its own environment after some steps, in its first life."""
-    options: dict[str, Any] = {
-        "workers": 3, "num_envs": 4, "quiet": True, "tensorboard": False, "timeout": 60.0,
-        "steps": 20_000, "hidden": (16, 16), "learning_starts": 500, "batch_size": 32,
-        "updates_per_step": 0.1, "pull_every": 8,
-    }  # fmt: skip
-    result = mh.train(
-        "dqn",
-        env="async_programs:deadly_cartpole",
-        env_kwargs={"steps": 700},
-        lost_shard=what,
-        run_dir=str(tmp_path / "run"),
-        **options,
-    )
-    assert result.summary["exit"] == "finished"
-    assert result.summary["env_steps"] >= 20_000
-    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").open()]
-    lost = [event for event in events if event["event"] == "shard_lost"]
-    assert result.summary["restarts"] == len(lost) == 1
+@pytest.mark.parametrize("actors", [1, 2])
+def test_a_killed_actor_is_started_again(actors: int, what: str, tmp_path: Path) -> None:
+    """Killed by its own environment after some steps, in its first life. One actor alone takes
+    turns with the learner, which waits for the next life; of two the other goes on meanwhile."""
+    folder, steps = tmp_path / "run", 20_000 if actors == 2 else 6_000
+    options = OPTIONS | {"workers": 1 + actors, "steps": steps, "lost_shard": what}
+    summary = mh.train("dqn", run_dir=str(folder), **options).summary
+    assert summary["exit"] == "finished"
+    assert summary["env_steps"] >= steps
+    lost = [event for event in lines(folder / "events.jsonl") if event["event"] == "shard_lost"]
+    assert summary["restarts"] == len(lost) == 1
     (told,) = lost
     assert told["what"] == what
     assert told["rows"] > 0
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
-    after = [record for record in records if record["lost_shards"] == 1]
-    for record in after:  # none where it was back only when the others were done
-        kept = record["replay_size"] == record["inserted"]
-        assert kept == (what == "keep")
+    after = [record for record in lines(folder / "metrics.jsonl") if record["lost_shards"] == 1]
+    assert after or actors == 2  # none where it was back only when the other was done
+    for record in after:
+        counted = {"keep": record["kept_rows"], "drop": record["dropped_rows"]}
+        assert counted == {"keep": 0, "drop": 0} | {what: told["rows"]}
+        assert record["replay_size"] == record["inserted"] - record["dropped_rows"]
+    if after:
+        assert after[-1]["gradient_steps"] > 0  # the learner goes on
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.open()]

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.algorithms.base import Across, Batch, Info, to_tensor
-from manyhands.algorithms.off_policy import NO_ERRORS, OffPolicy, huber
+from manyhands.algorithms.base import Batch, Info, to_tensor
+from manyhands.algorithms.off_policy import OffPolicy, huber, torch_huber
 from manyhands.algorithms.options import DDPGConfig
 from manyhands.data.exploration import ActionNoise
 from manyhands.data.noise import EnvNoise
@@ -77,24 +77,17 @@ class DDPG(OffPolicy):
                 q = self.model.q(there["obs"], there["action"]).cpu().numpy()
         return np.asarray(q - self.targets(rows, own_target=own_target))
 
-    def step(self, rows: Batch, across: Across, progress: float) -> Info:
+    def learn(self, rows: Batch, y: Array) -> list[float]:
         """CRUCIAL: both gradients are of the weights before the step, so one message carries them.
         The policy then follows the critic of one update ago, as with any number of learners."""
-        count = len(rows["reward"])
-        self.errors = NO_ERRORS
-        sums = [0.0] * len(self.stats)
-        if count == 0:
-            self.flat.grad.zero_()
-        else:
-            y = self.targets(rows)
-            sums = self._numpy_step(rows, y) if self._numpy else self._torch_step(rows, y)
-        grad, means = self.seam(across, self.flat.grad, sums, count)
+        return self._numpy_step(rows, y) if self._numpy else self._torch_step(rows, y)
+
+    def move(self, grad: torch.Tensor, progress: float) -> Info:
         lr = make_schedule(self.options.learning_rate)(progress)
         policy_lr = make_schedule(self.options.policy_learning_rate)(progress)
         critic = self.descend_on(self.critic_adam, grad[self.of_critic], lr)
         policy = self.descend_on(self.adam, grad[self.of_policy], policy_lr)
-        info = dict(zip(self.stats, means.tolist(), strict=True))
-        return info | {"grad_norm": critic, "policy_grad_norm": policy, "learning_rate": lr}
+        return {"grad_norm": critic, "policy_grad_norm": policy, "learning_rate": lr}
 
     def _numpy_step(self, rows: Batch, y: Array) -> list[float]:
         net = self._numpy
@@ -110,18 +103,13 @@ class DDPG(OffPolicy):
     def _torch_step(self, rows: Batch, y: Array) -> list[float]:
         self.flat.zero_grad()
         there = {k: to_tensor(rows[k], self.device) for k in ("obs", "action", "weight")}
-        model, kappa = self.model, self.options.huber
+        model = self.model
         value = model.value(there["obs"])
         (-value.sum()).backward()
         self.flat.grad[self.of_critic].zero_()  # the critic is climbed, not moved
         q = model.q(there["obs"], there["action"])
         error = q - torch.as_tensor(y, device=self.device)
-        losses = (
-            torch.nn.functional.huber_loss(error, torch.zeros_like(error), "none", delta=kappa)
-            if kappa > 0.0
-            else 0.5 * error.square()
-        )
-        total = (there["weight"] * losses).sum()
+        total = (there["weight"] * torch_huber(error, self.options.huber)).sum()
         total.backward()
         self.errors = error.detach().cpu().numpy()
         return self._sums(total.item(), q.detach().cpu().numpy(), float(value.sum().detach()))

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.algorithms.base import Across, Batch, Info, to_tensor
-from manyhands.algorithms.off_policy import NO_ERRORS, OffPolicy, huber
+from manyhands.algorithms.base import Batch, Info, to_tensor
+from manyhands.algorithms.off_policy import OffPolicy, huber, torch_huber
 from manyhands.algorithms.options import DQNConfig
 from manyhands.data.exploration import annealed, epsilon_greedy, ladder
 from manyhands.data.noise import EnvNoise
@@ -71,20 +71,12 @@ class DQN(OffPolicy):
         taken = q[np.arange(len(q)), rows["action"]]
         return np.asarray(taken - self.targets(rows, own_target=own_target))
 
-    def step(self, rows: Batch, across: Across, progress: float) -> Info:
-        count = len(rows["reward"])
-        self.errors = NO_ERRORS
-        sums = [0.0] * len(self.stats)
-        if count == 0:  # another learner has them all
-            self.flat.grad.zero_()
-        else:
-            y = self.targets(rows)
-            sums = self._numpy_step(rows, y) if self._numpy else self._torch_step(rows, y)
-        grad, means = self.seam(across, self.flat.grad, sums, count)
+    def learn(self, rows: Batch, y: Array) -> list[float]:
+        return self._numpy_step(rows, y) if self._numpy else self._torch_step(rows, y)
+
+    def move(self, grad: torch.Tensor, progress: float) -> Info:
         lr = make_schedule(self.options.learning_rate)(progress)
-        norm = self.descend_on(self.adam, grad, lr)
-        info = dict(zip(self.stats, means.tolist(), strict=True))
-        return info | {"grad_norm": norm, "learning_rate": lr}
+        return {"grad_norm": self.descend_on(self.adam, grad, lr), "learning_rate": lr}
 
     def _numpy_step(self, rows: Batch, y: Array) -> list[float]:
         assert self._numpy is not None
@@ -103,13 +95,7 @@ class DQN(OffPolicy):
         there = {k: to_tensor(rows[k], self.device) for k in ("obs", "action", "weight")}
         taken = self.model(there["obs"]).gather(1, there["action"].long()[:, None])[:, 0]
         error = taken - torch.as_tensor(y, device=self.device)
-        kappa = self.options.huber
-        losses = (
-            torch.nn.functional.huber_loss(error, torch.zeros_like(error), "none", delta=kappa)
-            if kappa > 0.0
-            else 0.5 * error.square()
-        )
-        total = (there["weight"] * losses).sum()
+        total = (there["weight"] * torch_huber(error, self.options.huber)).sum()
         total.backward()
         self.errors = error.detach().cpu().numpy()
         return self._sums(total.item(), taken.detach().cpu().numpy())

@@ -78,17 +78,39 @@ class OffPolicy(Algorithm):
         """
 
     @abstractmethod
-    def step(self, rows: Batch, across: Across, progress: float) -> Info:
-        """Gradients, seam, optimiser, on these rows; leaves their `errors`."""
+    def targets(self, rows: Batch, *, own_target: bool = False) -> Array:
+        """y of each row."""
+
+    @abstractmethod
+    def learn(self, rows: Batch, y: Array) -> list[float]:
+        """Put the gradient of Σ loss of these rows into `flat.grad`; the sums to report. Leaves
+        their `errors`."""
+
+    @abstractmethod
+    def move(self, grad: torch.Tensor, progress: float) -> Info:
+        """One step of each optimiser; what is to be told of it."""
 
     # -- the learner step ------------------------------------------------------------------------
 
     def update(self, batch: Batch, across: Across, progress: float) -> Info:
         """One gradient step; afterwards `errors` are the new priorities of these rows."""
-        info = self.step(batch, across, progress)
+        rows = len(batch["reward"])
+        sums = self.gradient(batch, 1)
+        grad, means = self.seam(across, self.flat.grad, sums, rows)
+        info = dict(zip(self.stats, means.tolist(), strict=True)) | self.move(grad, progress)
         self.version += 1
         self.move_target()
         return info
+
+    def gradient(self, rows: Batch, count: int) -> list[float]:
+        if len(rows["reward"]) == 0:  # another learner has them all
+            self.errors = NO_ERRORS
+            self.flat.grad.zero_()
+            return [0.0] * len(self.stats)
+        sums = self.learn(rows, self.targets(rows))
+        if count > 1:
+            self.flat.grad.div_(count)
+        return sums
 
     def move_target(self) -> None:
         """θ̄ ← θ every k updates, or θ̄ ← θ̄ + τ (θ − θ̄) after each."""
@@ -127,9 +149,6 @@ class OffPolicy(Algorithm):
         adam.step(grad, lr=lr)
         return norm
 
-    def gradient(self, rows: Batch, count: int) -> list[float]:
-        raise NotImplementedError(f"{self.name} learns through `step`: it needs its target network")
-
     # -- what a checkpoint keeps -----------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
@@ -150,3 +169,10 @@ def huber(error: Array, kappa: float) -> tuple[Array, Array]:
         return 0.5 * error * error, error
     slope = np.clip(error, -kappa, kappa)
     return slope * (error - 0.5 * slope), slope
+
+
+def torch_huber(error: torch.Tensor, kappa: float) -> torch.Tensor:
+    """The same loss, for networks whose gradient torch works out."""
+    if kappa <= 0.0:
+        return 0.5 * error.square()
+    return torch.nn.functional.huber_loss(error, torch.zeros_like(error), "none", delta=kappa)

@@ -13,8 +13,9 @@ taken in order of arrival, so a slow actor keeps nobody waiting; the lag of each
 and bounded by max_lag. It wins when acting is slow or uneven; its price is data older than the
 policy.
 
-Each actor sends to the learners in turn, so that all get the same mixture. All learners take the
-same number of unrolls an update: two learners are one with twice the batch.
+Each actor sends to the learners in turn, so that all get the same mixture; where one stays full,
+to the next. All learners take the same number of unrolls an update: two learners are one with twice
+the batch.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def act(crew: Crew) -> None:
         steps = int(collector.valid_steps)
         for unroll in unrolls:
             done, collector.finished = collector.finished, []
-            crew.send(outboxes[sent % len(outboxes)], unroll, steps=steps, episodes=done)
+            turn = sent % len(outboxes)
+            next_one, others = outboxes[turn], [*outboxes[turn + 1 :], *outboxes[:turn]]
+            crew.send(next_one, unroll, steps=steps, episodes=done, otherwise=others)
             sent, steps = sent + 1, 0
         collector.carry(steps)
         crew.pull()
@@ -130,7 +133,7 @@ def farewell(crew: Crew, ledger: Ledger, inbox: Inbox) -> dict[str, Any]:
     crew.stop = True
     crew.publish()
     ledger.late = len(inbox.drain())  # played, and not learned from: the run was over
-    ledger.lost = inbox.lost
+    ledger.gone(inbox)
     times = {rank: dict(last["phases"]) for rank, last in inbox.left.items()}
     mine = [crew.phases.totals()]
     if ledger.group is not None:

@@ -11,6 +11,7 @@ itself. A last parcel says `bye`. What travels back is the newest weights, with 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,16 +24,18 @@ from manyhands.config import Experiment
 from manyhands.data.noise import EnvNoise
 from manyhands.engines.base import Channel, WeightStore, Worker, cores
 from manyhands.engines.group import Group
+from manyhands.engines.shared import DONE, RUNNING, Board
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import VecAdapter
 from manyhands.errors import CollectiveError, WorkerError
 from manyhands.experiment.timing import Phases
 from manyhands.math.running_stats import Moments, RunningStats
-from manyhands.policy import build_model, build_normaliser
+from manyhands.policy import build_model, build_normaliser, spaces_of
 from manyhands.strategies.team import device_of
 
 Parcel = dict[str, Any]
 POLICY, PARCELS = "manyhands: policy", "manyhands: parcels"
+_FIRST_TURN, _LONGEST_TURN = 0.005, 0.5  # seconds at one of several channels, before the next
 LIVES = 1000  # restarts that one session of a run may have: lives of different sessions differ
 
 
@@ -64,17 +67,21 @@ class Crew:
         return self.roles.name(self.rank)
 
     @property
+    def alive(self) -> int | None:
+        """Workers that are there now; None where that is not known, or a run ends without one."""
+        board: Board | None = getattr(self.worker, "board", None)
+        if board is None or self.experiment.run.engine != "local":
+            return None
+        return sum(board.state(rank) == RUNNING for rank in range(board.workers))
+
+    @property
     def acting(self) -> list[int]:
         """Ranks of those that step environments."""
         return self.roles.ranks("actor") or self.roles.ranks("worker")
 
     def _algorithm(self) -> Algorithm:
         run, options = self.experiment.run, self.experiment.options
-        # To look at the spaces. Where one callable makes all environments, it decides how many.
-        here = run.envs_per_worker if run.env_backend == "vector" else 1
-        look = make_vec(run.env, here, backend=run.env_backend, seed=0, **run.env_kwargs)  # type: ignore[arg-type]
-        self.spaces = look.observation_space, look.action_space
-        look.close()
+        self.spaces = spaces_of(run)
         self.normaliser = build_normaliser(self.experiment, self.spaces[0])
         model = build_model(self.experiment, *self.spaces)
         acts = self.part.role in ("actor", "worker")
@@ -104,12 +111,23 @@ class Crew:
         """Take over the newest weights, if there are newer ones; waits for the very first."""
         wait = self.worker.timeout if self._newest == 0 else None
         assert self._store is not None
-        found = self._store.pull(newer_than=self._newest, timeout=wait)
+        try:
+            found = self._store.pull(newer_than=self._newest, timeout=wait)
+        except (CollectiveError, FileNotFoundError):  # the weights' memory goes with their writer
+            if not self._too_late:
+                raise
+            self.stop, found = True, None
         if found is None:
             return None
         self._newest, news = found
         self.take(news)
         return dict(news)
+
+    @property
+    def _too_late(self) -> bool:
+        """Whether this worker was started again when the run was over: nobody waits for it."""
+        board: Board | None = getattr(self.worker, "board", None)
+        return self.life > 0 and board is not None and board.state(0) == DONE
 
     def take(self, news: dict[str, Any]) -> None:
         flat, weights = self.algorithm.flat.data, news["weights"]
@@ -155,8 +173,19 @@ class Crew:
         self.first_env = first
         return self.envs, EnvNoise(seed, first, here)
 
-    def send(self, channel: Channel, load: Parcel, *, steps: int, episodes: Any = ()) -> int:
-        """Hand a parcel over; its number. Waits while there is no room."""
+    def send(
+        self,
+        channel: Channel,
+        load: Parcel,
+        *,
+        steps: int,
+        episodes: Any = (),
+        otherwise: Sequence[Channel] = (),
+    ) -> int:
+        """Hand a parcel over; its number. Waits while there is no room.
+
+        Where the channel stays full, one of the `otherwise` is tried.
+        """
         self._number += 1
         rows = [[self.first_env + e.env, e.total_return, e.length, self.rank] for e in episodes]
         seen = {}
@@ -172,7 +201,7 @@ class Crew:
             "seen": seen,
         }
         with self.phases("waiting for room"):
-            channel.put(load | parcel)
+            put_to_any([channel, *otherwise], load | parcel, self.worker.timeout)
         return self._number
 
     def say_bye(self, *channels: Channel) -> None:
@@ -184,6 +213,29 @@ class Crew:
     def close(self) -> None:
         if self.envs is not None:
             self.envs.close()
+
+
+def put_to_any(channels: Sequence[Channel], parcel: Parcel, timeout: float) -> None:
+    """To the first that has room, before the deadline.
+
+    WHY not to one alone: of several learners that step together, one may have refused more than
+    the others, and waits for data; the others are full, and wait for it. Whoever waited for room
+    at a full one would keep all of them waiting.
+    """
+    if len(channels) == 1:
+        channels[0].put(parcel)
+        return
+    waited, turn = 0.0, _FIRST_TURN
+    while True:
+        for channel in channels:
+            try:
+                channel.put(parcel, timeout=turn)
+                return
+            except CollectiveError:
+                waited += turn  # counted so, a reader that is gone, which fails at once, is not
+                if 0 < timeout <= waited:  # asked for ever
+                    raise
+        turn = min(2 * turn, _LONGEST_TURN)  # every try copies the parcel anew
 
 
 class Inbox:

@@ -95,9 +95,10 @@ def work(crew: Crew) -> None:
 
 def refused(crew: Crew, under_way: dict[int, Batch], told: dict[str, Any] | None) -> list[Batch]:
     """Rows whose gradient came too late; what the server has answered for is forgotten."""
-    if told is None or "handled" not in told:
-        return []
     me = crew.part.rank
+    # What the server last heard may be of this worker's life before: its numbers mean others.
+    if told is None or "handled" not in told or int(told["life"][me]) != crew.life:
+        return []
     last, again = int(told["handled"][me]), set(told["refused"][me].tolist())
     answered = {n: under_way.pop(n) for n in list(under_way) if n <= last}
     return [batch for number, batch in answered.items() if number in again]
@@ -187,7 +188,7 @@ def take(parcel: Parcel, crew: Crew, ledger: Ledger, reducer: Reducer, answers: 
     taken = reducer.offer(parcel["gradient"].numpy(), version, now, count)
     for part in parcel.get("parts", [parcel]):
         ledger.arrived(part)
-        answers.note(int(part["actor"]), int(part["number"]), taken)
+        answers.note(part, taken)
     if taken:
         ledger.learned(now - version)
     else:
@@ -210,17 +211,27 @@ class _Answers:
     def __init__(self, crew: Crew) -> None:
         workers = crew.acting
         self._first = workers[0]
+        self._life = np.zeros(len(workers), np.int64)
         self._handled = np.zeros(len(workers), np.int64)
         self._refused = [deque([-1] * _KEPT, maxlen=_KEPT) for _ in workers]
 
-    def note(self, actor: int, number: int, taken: bool) -> None:
-        i = actor - self._first
+    def note(self, part: Parcel, taken: bool) -> None:
+        i, number, life = int(part["actor"]) - self._first, int(part["number"]), int(part["life"])
+        if life < self._life[i]:
+            return  # of a worker that was killed since: nobody is there to hear it
+        if life > self._life[i]:  # it counts from 1 again
+            self._life[i], self._handled[i] = life, 0
+            self._refused[i].extend([-1] * _KEPT)
         self._handled[i] = max(self._handled[i], number)
         if not taken:
             self._refused[i].append(number)
 
     def tell(self) -> dict[str, Any]:
-        return {"handled": self._handled, "refused": np.array(self._refused)}
+        return {
+            "life": self._life,
+            "handled": self._handled,
+            "refused": np.array(self._refused),
+        }
 
 
 def farewell(crew: Crew, ledger: Ledger, inbox: Inbox, reducer: Reducer) -> dict[str, Any]:
@@ -229,8 +240,8 @@ def farewell(crew: Crew, ledger: Ledger, inbox: Inbox, reducer: Reducer) -> dict
     crew.publish()
     late = sum(int(parcel["count"]) for parcel in inbox.drain())
     refused = reducer.refused + reducer.drop() + late
-    sent = sum(int(last["sent"]) for rank, last in inbox.left.items())
-    ledger.lost = inbox.lost
+    sent = sum(int(last["sent"]) for last in inbox.left.values())
+    ledger.gone(inbox)
     if ledger.restarts == 0 and sent != reducer.applied + refused:
         raise WorkerError(
             f"gradients were lost: {sent:,} were pushed, {reducer.applied:,} applied and "

@@ -37,6 +37,7 @@ class Ledger:
         self.lags = np.array([0.0, 0.0, np.inf, 0.0])  # over the run: count, sum, min, max
         self.lives: dict[int, int] = {}
         self._began = time.perf_counter()
+        self._before = (0, 0)  # steps and updates of earlier processes: no part of the speed
         self._clear()
 
     def _clear(self) -> None:
@@ -64,6 +65,10 @@ class Ledger:
         self.taken(parcel["steps"], parcel["episodes"])
         for name, stats in self.crew.statistics().items():
             stats.pending = stats.pending.merge(Moments.from_state(parcel["seen"][name]))
+        self.count_life(parcel)
+
+    def count_life(self, parcel: Parcel) -> None:
+        """By its life a worker that was started again is known; its good-bye says it too."""
         actor, life = int(parcel["actor"]), int(parcel["life"])
         if life > self.lives.get(actor, 0):
             self.lives[actor] = life
@@ -133,6 +138,7 @@ class Ledger:
             info = info | {"refused": float(self.refused)}
             if inbox is not None:
                 info = info | {"queue_fill": inbox.fill}
+            records.progress.workers_are(crew.alive, self.restarts)
             records.update(self.steps, self.updates, info, crew.phases)
             records.keep(crew.algorithm.model, crew.normaliser)
         if self.goes_on():
@@ -145,20 +151,21 @@ class Ledger:
 
     def checkpoint(self) -> None:
         """The main worker writes what it knows; actors begin new episodes when a run goes on."""
-        if self.crew.rank != 0:
-            return
-        with self.crew.phases("checkpoint"):
-            state = {
-                "algorithm": self.crew.algorithm.state(),
-                "crew": {
-                    "steps": self.steps,
-                    "updates": self.updates,
-                    "refused": self.refused,
-                    "session": self.crew.session,
-                },
-                "normaliser": self.crew.normaliser.training_state(),
-            }
-            self.records.checkpoint(state, self.steps, self.updates)
+        if self.crew.rank == 0:
+            with self.crew.phases("checkpoint"):
+                self.records.checkpoint(self.state(), self.steps, self.updates)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "algorithm": self.crew.algorithm.state(),
+            "crew": {
+                "steps": self.steps,
+                "updates": self.updates,
+                "refused": self.refused,
+                "session": self.crew.session,
+            },
+            "normaliser": self.crew.normaliser.training_state(),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint: the learner as it was, the actors with fresh episodes."""
@@ -166,11 +173,18 @@ class Ledger:
         crew.algorithm.load_state(state["algorithm"])
         crew.normaliser.load_training_state(state["normaliser"])
         self.steps, self.updates = int(kept["steps"]), int(kept["updates"])
+        self._before = (self.steps, self.updates)
         self.refused = int(kept["refused"])
         crew.session = int(kept["session"]) + 1
         self.solved = self.records.returns.solved(crew.experiment.run.target_return)
 
     # -- the end ---------------------------------------------------------------------------------
+
+    def gone(self, inbox: Inbox) -> None:
+        """Everybody has said good-bye: what that says of lives, and what died with its writer."""
+        self.lost = inbox.lost
+        for last in inbox.left.values():
+            self.count_life(last)
 
     def table(self, inbox: Inbox, times: dict[int, dict[str, float]]) -> str:
         """Throughput of both sides, the queue between them, and how long the learner was idle."""
@@ -181,11 +195,12 @@ class Ledger:
         held = [t.get("waiting for room", 0.0) for r, t in times.items() if r in crew.acting]
         blocked = sum(held) / max(1, len(held)) / seconds
         count, total, low, high = self.lags
+        steps, updates = self.steps - self._before[0], self.updates - self._before[1]
         rows = [
-            f"{who}s: {number(self.steps / seconds / max(1, acting))} steps/s each of {acting}, "
+            f"{who}s: {number(steps / seconds / max(1, acting))} steps/s each of {acting}, "
             f"{blocked:.0%} of the time waiting for room",
-            f"{crew.part.role}: {number(self.updates / seconds)} updates/s, "
-            f"{number(self.steps / seconds)} steps/s, idle {idle / seconds:.0%} of the time, "
+            f"{crew.part.role}: {number(updates / seconds)} updates/s, "
+            f"{number(steps / seconds)} steps/s, idle {idle / seconds:.0%} of the time, "
             f"queue {inbox.fill:.0%} full",
             f"lag: {low if count else 0:g} at least, {total / max(count, 1):.2f} in the mean, "
             f"{high:g} at most; refused {self.refused:,}, lost {self.lost:,}",

@@ -18,8 +18,10 @@ import numpy as np
 from manyhands import seeding
 from manyhands.algorithms.base import Across, Alone, Batch, Info
 from manyhands.algorithms.off_policy import OffPolicy
+from manyhands.data.frames import Frames, HeldFrames, StackLog
 from manyhands.data.n_step import NStep
 from manyhands.data.noise import global_chance, load_global_chance
+from manyhands.data.observations import copy_into
 from manyhands.data.replay import PrioritizedReplay, Replay
 from manyhands.data.rollout import Obs
 from manyhands.envs.adapter import Episode
@@ -52,8 +54,8 @@ class Worker:
 
     def __init__(self, crew: Crew) -> None:
         self.crew, self.options = crew, crew.experiment.options
-        self.experience = Experience(crew)
         self.replay = make_replay(crew)
+        self.experience = Experience(crew, self.replay.frames if frames_of(crew) else None)
         self.lesson = Lesson(crew)
         self.owed = 0.0  # gradient steps that the environment steps so far have a right to
 
@@ -104,23 +106,27 @@ class Worker:
 
     def load_state(self, state: dict[str, Any]) -> list[str]:
         """What could not be restored exactly, in words."""
+        kept = state["replay"]
+        if kept is not None:  # first: frames of what the environments show now are added to it
+            self.replay.load_state(kept)
         notes = self.experience.load_state(state["experience"])
         self.owed, self.lesson.drawn = float(state["owed"]), int(state["drawn"])
-        if state["replay"] is None:
+        if kept is None:
             self.experience.n_step.forget()
             notes.append(
                 "the replay was not saved (--checkpoint-replay saves it): it is filled anew, to "
                 f"{self.options.learning_starts:,} transitions, before learning goes on"
             )
-        else:
-            self.replay.load_state(state["replay"])
         return notes
 
 
 class Experience:
-    """Steps environments and makes n-step transitions of what happens."""
+    """Steps environments and makes n-step transitions of what happens.
 
-    def __init__(self, crew: Crew) -> None:
+    `frames` is where frames of stacked images go: transitions then hold their tickets (frames.py).
+    """
+
+    def __init__(self, crew: Crew, frames: Any = None) -> None:
         o, algorithm = crew.experiment.options, crew.algorithm
         assert isinstance(algorithm, OffPolicy)
         self.crew, self.normaliser = crew, crew.normaliser
@@ -131,6 +137,9 @@ class Experience:
         self.n_step = NStep(o.n_step, o.gamma, here)
         self._row = self.envs.blank()
         self.obs: Obs = None
+        self._frames = frames
+        stack = 0 if frames is None else crew.spaces[0].shape[0]
+        self._log = None if frames is None else StackLog(frames, here, stack)
         self.episodes: list[Episode] = []
         self.steps = 0  # since it was last told
         self.last_steps = 0  # of the last call
@@ -140,16 +149,21 @@ class Experience:
         """One step of each environment; the transitions that it completed. `steps` of all workers
         decide how much is explored."""
         if self.obs is None:
-            self.obs = self.envs.reset()
+            self._begin(self.envs.reset())
         seen = self.normaliser.see(self.obs)
         stored, sent = self.explorer.act(seen, steps)
         row = self.envs.step(sent, self._row)
         ended = row.terminated | row.truncated
         self.normaliser.scale(row.reward, ended)
-        reached = row.next_obs() if row.finals else row.obs
         # Raw observations: they are normalised when they are learned from, as the policy then sees.
+        kept, reached = self.obs, row.obs
+        if self._log is not None:
+            kept = self._log.current
+            reached = self._log.step(self.obs, row.obs, row.finals)
+        elif row.finals:
+            reached = row.next_obs()
         rows: Batch = self.n_step.push(
-            {"obs": self.obs, "action": stored},
+            {"obs": kept, "action": stored},
             row.reward,
             reached,
             row.terminated,
@@ -157,7 +171,7 @@ class Experience:
             row.valid,
         )
         del rows["steps"]
-        _copy(self.obs, row.obs)
+        copy_into(self.obs, row.obs)
         if row.finals:
             self.explorer.restart(ended)
             self.episodes += row.episodes
@@ -165,6 +179,18 @@ class Experience:
         self.steps += self.last_steps
         self.made += len(rows["reward"])
         return rows
+
+    def _begin(self, obs: Obs) -> None:
+        self.obs = obs
+        if self._log is not None:
+            self._log.start(obs)
+
+    def whole(self, rows: Batch) -> Batch:
+        """Transitions that were made just now, with their observations as they were seen."""
+        if not isinstance(self._frames, HeldFrames):
+            return rows
+        stacks = self._frames.stacks
+        return rows | {name: stacks(rows[name]) for name in ("obs", "next_obs")}
 
     def told(self) -> tuple[int, Array]:
         """(steps, episodes) since the last time, for the books."""
@@ -191,7 +217,9 @@ class Experience:
         if state["envs"] is None:
             return []
         restored = self.envs.load_state(state["envs"])
-        self.obs = restored.obs
+        self._begin(restored.obs)
+        if self._log is not None:
+            self.n_step.forget()  # its tickets are of frames that need not be there any more
         if restored.restarted:
             self.n_step.forget(restored.restarted)
             self.normaliser.forget(restored.restarted)
@@ -243,29 +271,26 @@ class ReplayLedger(Ledger):
         super().__init__(crew, records)
         self._worker = worker
 
-    def checkpoint(self) -> None:
-        with self.crew.phases("checkpoint"):
-            state = {
-                "algorithm": self.crew.algorithm.state(),
-                "crew": {"steps": self.steps, "updates": self.updates},
-                "normaliser": self.crew.normaliser.training_state(),
-                "worker": self._worker.state(),
-                "chance": global_chance(),
-                "phases": self.crew.phases.totals(),
-            }
-            self.records.checkpoint(state, self.steps, self.updates)
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"worker": self._worker.state()} | own_state(self.crew)
 
     def restore(self, state: dict[str, Any]) -> None:
-        crew, kept = self.crew, state["crew"]
-        crew.algorithm.load_state(state["algorithm"])
-        crew.normaliser.load_training_state(state["normaliser"])
-        self.steps, self.updates = int(kept["steps"]), int(kept["updates"])
-        self.solved = self.records.returns.solved(crew.experiment.run.target_return)
+        super().restore(state)
+        self.crew.session = int(state["crew"]["session"])  # the same episodes go on
         notes = self._worker.load_state(state["worker"])
-        for name, seconds in state["phases"].items():
-            crew.phases.add(name, seconds)
-        load_global_chance(state["chance"])  # last: environments may have drawn from it
+        load_own_state(self.crew, state)  # last: environments may have drawn from the generators
         self.records.note(notes)
+
+
+def own_state(crew: Crew) -> dict[str, Any]:
+    """Of this process: the generators that all share, and its time by phase."""
+    return {"chance": global_chance(), "phases": crew.phases.totals()}
+
+
+def load_own_state(crew: Crew, state: dict[str, Any]) -> None:
+    for name, seconds in state["phases"].items():
+        crew.phases.add(name, seconds)
+    load_global_chance(state["chance"])
 
 
 def example_row(crew: Crew) -> Batch:
@@ -283,19 +308,37 @@ def example_row(crew: Crew) -> Batch:
     }
 
 
+def frames_of(crew: Crew, shards: int = 1) -> Frames | None:
+    """How to keep observations that are stacks of frames; None where they are something else.
+
+    Those of ALE and of EnvPool's Atari games are; of other environments' images it is not known.
+    """
+    run, o, space = crew.experiment.run, crew.experiment.options, crew.spaces[0]
+    shape: Any = getattr(space, "shape", None) or ()
+    ale = run.env.startswith("ALE/") and run.env_backend in ("auto", "atari")
+    if len(shape) != 3 or space.dtype != np.uint8 or not (ale or run.env_backend == "envpool"):
+        return None
+    stack = int(run.env_kwargs.get("frame_stack" if ale else "stack_num", 4))
+    if shape[0] != stack or stack < 2:
+        return None
+    rows = o.replay_size // shards
+    # A frame a step and a few more at each start; and those of transitions that are not complete.
+    return Frames(capacity=rows + rows // 10 + held_room(crew))
+
+
+def held_room(crew: Crew) -> int:
+    """Frames that may be on their way on an actor: of the steps between two messages and of the
+    transitions that begin in them, were each of them to end an episode."""
+    run, o, stack = crew.experiment.run, crew.experiment.options, crew.spaces[0].shape[0]
+    return int(run.envs_per_worker * (o.pull_every + o.n_step + stack + 1) * (stack + 2))
+
+
 def make_replay(crew: Crew) -> Replay:
-    o, example = crew.experiment.options, example_row(crew)
+    o, example, frames = crew.experiment.options, example_row(crew), frames_of(crew)
     seed = seeding.integer(crew.experiment.run.seed, "replay")
     if not o.prioritized:
-        return Replay(o.replay_size, example, seed=seed)
+        return Replay(o.replay_size, example, seed=seed, frames=frames)
     return PrioritizedReplay(
-        o.replay_size, example, alpha=o.priority_alpha, eps=o.priority_epsilon, seed=seed
-    )
-
-
-def _copy(target: Obs, source: Obs) -> None:
-    if isinstance(target, dict):
-        for key in target:
-            target[key][...] = source[key]
-    else:
-        target[...] = source
+        o.replay_size, example, alpha=o.priority_alpha, eps=o.priority_epsilon, seed=seed,
+        frames=frames,
+    )  # fmt: skip

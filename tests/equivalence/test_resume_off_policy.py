@@ -1,0 +1,162 @@
+"""DQN and DDPG that were stopped and resumed with their replay end as if never stopped, to the bit:
+alone, and with Ape-X where everybody takes turns (inline; local with one actor)."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resume_programs import check_same, left_in
+
+import manyhands as mh
+from manyhands.experiment import checkpoint, records
+from manyhands.run import Paused
+
+pytestmark = [pytest.mark.usefixtures("nothing_left")]
+
+SMALL: dict[str, Any] = {
+    "num_envs": 4, "steps": 1280, "quiet": True, "tensorboard": False, "hidden": (16, 16),
+    "learning_starts": 200, "batch_size": 32, "updates_per_step": 0.3, "rollout_length": 16,
+    "pull_every": 8, "replay_size": 600, "checkpoint_replay": True,
+}  # fmt: skip
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "dqn": {"env": "CartPole-v1", "n_step": 4},
+    "ddpg": {
+        "env": "Pendulum-v1", "noise_kind": "ou", "normalize_observations": True,
+        "normalize_rewards": True,
+    },
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "single": {"workers": 1, "engine": "inline"},
+    "two actors": {"workers": 3, "engine": "inline"},
+    "two learners": {"workers": 4, "learners": 2, "engine": "inline"},
+}
+
+
+def compared(folder: Path) -> dict[str, Any]:
+    """All that a run leaves; without global generators, which nobody seeded or draws from."""
+    left = left_in(folder)
+    state = left["state"]
+    turns = state.get("turns") or {"actors": []}
+    for part in (state, *turns["actors"]):
+        del part["chance"]
+    replay = state["worker"]["replay"] if "worker" in state else state["replay"]
+    del replay["sampler"]["floors"]  # below these nothing is left: another way to say the same
+    return left
+
+
+def stop_after(update: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM comes while that update is written down."""
+    real = records.Records.update
+
+    def then_a_signal(self: Any, steps: int, updates: int, *more: Any) -> None:
+        real(self, steps, updates, *more)
+        if updates == update and self.folder.path is not None:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(records.Records, "update", then_a_signal)
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_resumed_is_as_if_never_stopped(
+    algorithm: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, target, optimiser, replay, priorities, episodes under way, metrics."""
+    options = SMALL | ALGORITHMS[algorithm] | SHAPES[shape]
+    mh.train(algorithm, run_dir=str(tmp_path / "whole"), **options)
+    with monkeypatch.context() as patch:
+        stop_after(random.Random(shape).randint(6, 14), patch)
+        with pytest.raises(Paused):
+            mh.train(algorithm, run_dir=str(tmp_path / "run"), **options)
+    result = mh.resume(tmp_path / "run")
+    assert result.summary["exit"] == "finished"
+    whole, stopped = compared(tmp_path / "whole"), compared(tmp_path / "run")
+    assert len(whole["metrics"]) == 20
+    assert whole["metrics"][-1]["gradient_steps"] > 0
+    assert whole["state"]["algorithm"]["version"] > 200
+    if shape == "single":
+        replay = whole["state"]["worker"]["replay"]
+        assert len(replay["ring"]["columns"][0]) == 600  # it has gone round
+    else:
+        assert len(whole["state"]["turns"]["actors"]) == 2
+        assert sum(len(s["columns"][0]) for s in whole["state"]["replay"]["shards"]) == 600
+    check_same(whole, stopped)
+
+
+def test_what_is_compared_is_not_nothing(tmp_path: Path) -> None:
+    """Another seed leaves other priorities and other rows."""
+    options = SMALL | ALGORITHMS["dqn"] | SHAPES["two actors"] | {"steps": 640}
+    for seed in (1, 2):
+        mh.train("dqn", run_dir=str(tmp_path / str(seed)), seed=seed, **options)
+    one, other = (compared(tmp_path / str(seed))["state"] for seed in (1, 2))
+    for path in (("replay", "sampler", "priorities"), ("turns", "actors"), ("algorithm",)):
+        a, b = one, other
+        for name in path:
+            a, b = a[name], b[name]
+        with pytest.raises(AssertionError):
+            check_same(a, b)
+
+
+def test_a_checkpoint_in_between_changes_nothing(tmp_path: Path) -> None:
+    options = SMALL | ALGORITHMS["dqn"] | SHAPES["two actors"] | {"steps": 640}
+    mh.train("dqn", run_dir=str(tmp_path / "whole"), **options)
+    mh.train("dqn", run_dir=str(tmp_path / "often"), checkpoint_seconds=0.0, **options)
+    whole, often = compared(tmp_path / "whole"), compared(tmp_path / "often")
+    for left in (whole, often):
+        del left["config"]
+    check_same(whole, often)
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "manyhands.cli.main", *words]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "workers"),
+    [
+        ("dqn", 2),
+        pytest.param("ddpg", 2, marks=pytest.mark.slow),
+        pytest.param("dqn", 1, marks=pytest.mark.slow),
+        pytest.param("ddpg", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_local_stopped_by_sigterm(algorithm: str, workers: int, tmp_path: Path) -> None:
+    """`manyhands train`, SIGTERM after some updates, `manyhands resume`: processes as in life.
+    Two workers are a learner and one actor; one is strategy single."""
+    words = [
+        "--workers", str(workers), "--engine", "local", "--num-envs", "4",
+        "--rollout-length", "16", "--pull-every", "8", "--steps", "8000", "--hidden", "16",
+        "--learning-starts", "200", "--batch-size", "32", "--replay-size", "3000",
+        "--checkpoint-replay", "--quiet", "--no-tensorboard", "--timeout", "120",
+    ]  # fmt: skip
+    words += {"dqn": ["--env", "CartPole-v1"],
+              "ddpg": ["--env", "Pendulum-v1", "--noise-kind", "ou"]}[algorithm]  # fmt: skip
+    whole, halved = tmp_path / "whole", tmp_path / "halved"
+    subprocess.run(
+        command("train", algorithm, *words, "--run-dir", str(whole)), check=True, timeout=200
+    )
+    process = subprocess.Popen(
+        command("train", algorithm, *words, "--run-dir", str(halved)), stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    path, deadline = halved / "metrics.jsonl", time.monotonic() + 120
+    while not (path.exists() and path.stat().st_size > 4000):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 143, said
+    steps = checkpoint.newest(halved)[0].facts["env_steps"]
+    assert 0 < steps < 8000, "the run was over before it was stopped"
+    subprocess.run(command("resume", str(halved)), check=True, timeout=200)
+    check_same(compared(whole), compared(halved))
+    assert not os.path.exists(halved / ".lock")
