@@ -11,6 +11,7 @@ import gymnasium
 import numpy as np
 
 from manyhands import Parallel, roles
+from manyhands.engines.shared import DONE
 from manyhands.errors import ManyhandsError
 
 
@@ -25,7 +26,7 @@ def network(inputs: int = 3, outputs: int = 2) -> Any:
 
 
 def push_many(each: int, pushes: int, reduce: str, relays: list[int], max_lag: int) -> Any:
-    """Every worker pushes whole numbers, so that sums are exact in any order."""
+    """Every worker but the owner pushes whole numbers, so that sums are exact in any order."""
     import torch
 
     par = Parallel()
@@ -42,7 +43,7 @@ def push_many(each: int, pushes: int, reduce: str, relays: list[int], max_lag: i
         relays=tuple(relays),
     )
     par.barrier()
-    for i in range(each):
+    for i in range(each if par.rank > 0 else 0):
         if i % 10 == 0:
             server.pull()
         model.weight.grad = torch.tensor([[1.0, float(par.rank)]])
@@ -58,16 +59,35 @@ def push_many(each: int, pushes: int, reduce: str, relays: list[int], max_lag: i
     return told | {"counters": counters}
 
 
-def different_networks() -> str:
+def different_networks(what: str) -> str:
     """The learner's network is wider than the actors': said when the server is made."""
+    import torch
+
     par = Parallel()
-    said = ""
+    said, own = "", network(outputs=2 if par.rank == 0 else 3)
     try:
-        par.weight_server("policy", network(outputs=2 if par.rank == 0 else 3))
+        if what == "weights":
+            par.weight_server("policy", own)
+        else:
+            par.gradient_server("policy", own, lambda p: torch.optim.SGD(p, lr=1.0))
     except ManyhandsError as error:
         said = str(error)
     par.barrier()
     return said
+
+
+def served_by_one_that_left() -> str:
+    par, own = Parallel(), network()
+    if par.rank == 0:
+        par.weight_server("policy", own)
+        return ""
+    while par.worker.board.state(0) != DONE:  # type: ignore[attr-defined]
+        time.sleep(0.01)
+    try:
+        par.weight_server("policy", own)
+    except ManyhandsError as error:
+        return str(error)
+    return "there"
 
 
 def weight_versions() -> Any:
@@ -108,6 +128,26 @@ def shared_values() -> Any:
     won = values.swap("first", None, par.rank)
     par.barrier()
     found = [values["count"], values["first"], won, values.get("missing", 7)]
+    par.barrier()
+    return found
+
+
+def put_where_there_is_room() -> Any:
+    """Two readers that go on together: the first one's channel is full while the second waits."""
+    from manyhands.strategies.crew import put_to_any
+
+    par = Parallel()
+    full, empty = (par.channel(f"to {r}", reader=r, capacity=1) for r in (0, 1))
+    found: list[int] = []
+    if par.rank == 2:
+        full.put({"n": 0})
+        for n in (1, 2):
+            put_to_any([full, empty], {"n": n}, 60.0)
+    elif par.rank == 1:
+        found = [int(empty.get()["n"]) for _ in range(2)]
+    par.barrier()
+    if par.rank == 0:
+        found = [int(full.get()["n"])]
     par.barrier()
     return found
 
@@ -194,15 +234,40 @@ def learn_from_the_same(updates: int, learners: int) -> Any:
 
 
 class Slow(gymnasium.Wrapper):  # type: ignore[type-arg]
-    """One actor's environments are a hundred times slower than the others'."""
+    """One actor is slower than it was, by `times`, once it has seen how long its steps take.
 
-    def __init__(self, env: Any, seconds: float) -> None:
+    A step is all that happens from one to the next: acting, sending, the environment.
+    """
+
+    SEEN = 64
+
+    def __init__(self, env: Any, times: float) -> None:
         super().__init__(env)
-        self._seconds = seconds
+        self._times, self._last = times, 0.0
+        self._took: list[float] = []
+        self._pause = 0.0
 
     def step(self, action: Any) -> Any:
-        if _is_last():
-            time.sleep(self._seconds)
+        now = time.perf_counter()
+        if self._last and not self._pause:
+            self._took.append(now - self._last)
+            if len(self._took) == self.SEEN:
+                self._pause = (self._times - 1) * float(np.mean(self._took))
+        self._last = now
+        if self._pause and _is_last():
+            time.sleep(self._pause)
+        return self.env.step(action)
+
+
+class Wait(gymnasium.Wrapper):  # type: ignore[type-arg]
+    """A step takes its time without work for the processor; longer in the last actor."""
+
+    def __init__(self, env: Any, seconds: float, times: float) -> None:
+        super().__init__(env)
+        self._seconds, self._times = seconds, times
+
+    def step(self, action: Any) -> Any:
+        time.sleep(self._seconds * (self._times if _is_last() else 1.0))
         return self.env.step(action)
 
 
@@ -225,8 +290,12 @@ def _is_last() -> bool:
     return size > 0 and rank == size - 1
 
 
-def slow_cartpole(seconds: float = 0.002) -> Any:
-    return Slow(gymnasium.make("CartPole-v1"), seconds)
+def slow_cartpole(times: float = 100.0) -> Any:
+    return Slow(gymnasium.make("CartPole-v1"), times)
+
+
+def waiting_cartpole(seconds: float, times: float = 1.0) -> Any:
+    return Wait(gymnasium.make("CartPole-v1"), seconds, times)
 
 
 def deadly_cartpole(steps: int = 300) -> Any:

@@ -10,18 +10,21 @@ The file is safetensors: weights by name, and the normaliser's numbers. Nothing 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.vector import VectorEnv
 
 from manyhands import seeding
-from manyhands.config import Experiment, load_toml
+from manyhands.config import Experiment, RunConfig, load_toml
 from manyhands.data.rollout import Normaliser, Obs
 from manyhands.envs import make_vec
+from manyhands.envs.registry import resolve
 from manyhands.envs.spaces import ActionMap
-from manyhands.errors import ConfigError
+from manyhands.errors import ConfigError, SupportError
 from manyhands.networks.build import ActorCritic, build_actor_critic
 from manyhands.networks.fast import mode, sample
 from manyhands.networks.lstm import RecurrentActorCritic, build_recurrent
@@ -29,6 +32,20 @@ from manyhands.networks.q import build_for_replay
 from manyhands.trees import Array
 
 FILE = "policy.safetensors"
+
+
+def spaces_of(run: RunConfig) -> tuple[Any, Any]:
+    """Observation and action space, of an environment that is made to be looked at."""
+    count = 1
+    source = None if run.env_backend == "envpool" else resolve(run.env)  # it has names of its own
+    if callable(source):
+        first = source(**run.env_kwargs)
+        count = first.num_envs if isinstance(first, VectorEnv) else 1  # the callable decides
+        first.close()
+    look = make_vec(run.env, count, backend=run.env_backend, seed=0, **run.env_kwargs)  # type: ignore[arg-type]
+    spaces = look.observation_space, look.action_space
+    look.close()
+    return spaces
 
 
 def build_model(experiment: Experiment, observation_space: Any, action_space: Any) -> ActorCritic:
@@ -117,9 +134,20 @@ class Policy:
             chosen, _ = sample(self.model.head, parameters, self._rng)
         return self._to_env(chosen)
 
-    def reset(self) -> None:
-        """A new episode begins: a policy with an LSTM forgets the one before."""
-        self._memory = None
+    def reset(self, rows: Sequence[int] | None = None) -> None:
+        """A new episode begins: a policy with an LSTM forgets the one before.
+
+        With `rows`, only these rows of `act_batch` begin anew; the others go on.
+        """
+        if rows is None:
+            self._memory = None
+        elif self._memory is not None and len(rows):
+            self._memory[list(rows)] = 0.0
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """The next `act_batch` has these rows of the last one, in this order, and no others."""
+        if self._memory is not None:
+            self._memory = self._memory[list(rows)]
 
     def _parameters(self, seen: Any) -> torch.Tensor:
         if not isinstance(self.model, RecurrentActorCritic):
@@ -147,8 +175,13 @@ class Policy:
 
         It takes raw observations [N, ...] and gives deterministic actions [N, ...] as the
         environment takes them, for any N: normaliser and bounds are inside. A Dict observation
-        becomes one input for each key, keys sorted.
+        becomes one input for each key, keys sorted. SupportError for a policy with an LSTM.
         """
+        if isinstance(self.model, RecurrentActorCritic):
+            raise SupportError(
+                "a policy with an LSTM cannot be exported: the file would be a function of one "
+                "observation, without its memory. Use manyhands.load(run_dir) and policy.act"
+            )
         from manyhands.experiment.export import export
 
         return export(self, Path(path))
@@ -177,9 +210,7 @@ def load(run_dir: str | os.PathLike[str]) -> Policy:
             raise ConfigError(f"{folder} holds no {name}: is it the folder of a finished run?")
     experiment = load_toml(folder / "config.toml")
     run = experiment.run
-    envs = make_vec(run.env, 1, backend=run.env_backend, seed=0, **run.env_kwargs)  # type: ignore[arg-type]
-    spaces = envs.observation_space, envs.action_space
-    envs.close()
+    spaces = spaces_of(run)
     model = build_model(experiment, *spaces)
     normaliser = build_normaliser(experiment, spaces[0])
     arrays = load_file(folder / FILE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,43 @@ def test_a_target_ends_a_run_for_all(tmp_path: Path) -> None:
     result = train("impala", tmp_path / "run", engine="local", target_return=10.0, steps=50_000)
     assert result.solved
     assert result.summary["env_steps"] < 50_000
+
+
+def test_a_reward_at_the_very_end_is_learned(tmp_path: Path) -> None:
+    """Five right turns in a row, and only then a reward: 1 in 32 episodes of a random policy."""
+    result = train(
+        "impala", tmp_path / "run", engine="inline", env="manyhands/Delayed-v0", num_envs=8,
+        hidden=(16,), learning_rate=5e-3, target_return=0.9, steps=20_000, log_every=10,
+    )  # fmt: skip
+    assert result.solved, result.summary
+
+
+@pytest.mark.parametrize("case", ["impala, two learners", "a3c, two levels"])
+def test_the_last_table_says_who_waited(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Throughput of both sides, how full the queue was, how long the learner was idle."""
+    train(case, tmp_path / "run", engine="inline", steps=1000, quiet=False)
+    said = capsys.readouterr().out
+    acts, learns = ("actor", "learner") if "impala" in case else ("worker", "server")
+    found = re.search(
+        rf"^{acts}s: ([\d.,]+) steps/s each of (\d), (\d+)% of the time waiting for room\n"
+        rf"{learns}: ([\d.,]+) updates/s, ([\d.,]+) steps/s, idle (\d+)% of the time, "
+        r"queue (\d+)% full\n"
+        r"lag: (\d+) at least, [\d.]+ in the mean, (\d+) at most; refused \d+, lost 0$",
+        said,
+        re.MULTILINE,
+    )
+    assert found, said
+    each, many, room, updates, steps, idle, full, low, high = (
+        float(text.replace(",", "")) for text in found.groups()
+    )
+    assert steps == pytest.approx(each * many, rel=0.05)  # both are rounded
+    assert updates < steps
+    assert max(room, idle, full) <= 100
+    assert low <= high <= 20
+    for name in ("waiting for data", "waiting for room"):
+        assert re.search(rf"^ *(time)? +{name} +[\d.]+ s", said, re.MULTILINE), said
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,33 @@ def test_versions_are_compared_and_set(engine: str) -> None:
     assert "version 1 is not kept; there are 5, 6, 7" in owner["gone"]
 
 
-@pytest.mark.parametrize("engine", PART_ENGINES_RAY_LATER)
-def test_networks_that_differ_are_named(engine: str) -> None:
-    said = launch(async_programs.different_networks, workers=2, engine=engine, timeout=60)
+@pytest.mark.parametrize(
+    ("what", "engine"),
+    [
+        ("gradients", "inline"),
+        ("weights", "inline"),
+        ("weights", "local"),
+        pytest.param("weights", "ray", marks=[pytest.mark.ray, pytest.mark.slow]),
+    ],
+)
+def test_networks_that_differ_are_named(what: str, engine: str) -> None:
+    said = launch(async_programs.different_networks, what, workers=2, engine=engine, timeout=60)
     assert said[0] == ""
     assert "weight is (2, 3) at worker 0 of 2" in said[1]
     assert "(3, 3) at worker 1 of 2" in said[1]
+
+
+def test_an_owner_that_has_left_is_said_so() -> None:
+    said = launch(async_programs.served_by_one_that_left, workers=2, engine="local", timeout=60)
+    assert "'weights: policy': the worker that serves it has left" in said[1]
+    assert "end the script with par.barrier()" in said[1]
+
+
+@pytest.mark.parametrize("engine", ["inline", pytest.param("local", marks=pytest.mark.slow)])
+def test_whoever_has_room_gets_it(engine: str) -> None:
+    """Nobody reads the full channel before the other one has got two."""
+    told = launch(async_programs.put_where_there_is_room, workers=3, engine=engine, timeout=60)
+    assert told == [[0], [1, 2], []]
 
 
 @pytest.mark.parametrize("engine", PART_ENGINES_RAY_LATER)

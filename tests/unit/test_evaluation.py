@@ -9,11 +9,14 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import torch
 
 import manyhands as mh
 from manyhands import seeding
 from manyhands.cli.main import main
+from manyhands.errors import SupportError
 from manyhands.experiment.evaluation import evaluate
+from manyhands.policy import save_policy
 
 TINY = {"steps": 64, "num_envs": 2, "rollout_length": 32, "engine": "inline", "quiet": True}
 
@@ -45,6 +48,22 @@ class Countdown(gymnasium.Env[Any, Any]):
         return np.array([self.left], np.float32), 1.0, over, False, info
 
 
+class Recall(Countdown):
+    """Always the same to see, and a reward of 1 for action 1: a policy that counts is seen to."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return np.ones(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        _, _, over, cut, info = super().step(action)
+        return np.ones(1, np.float32), float(action), over, cut, info
+
+
+def several(longest: int = 30) -> Any:
+    return gymnasium.vector.SyncVectorEnv([lambda: Recall(longest)] * 2)
+
+
 def lengths_of(seed: int, count: int, longest: int = 30) -> list[int]:
     """What episodes 0, 1, ... of the evaluation's branch last, straight from their seeds."""
     env = Countdown(longest)
@@ -62,6 +81,22 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def counting(env: str, folder: Path) -> Path:
+    """A policy with an LSTM that takes action 0 five times after its memory was cleared, then 1."""
+    mh.train("impala", env=env, run_dir=str(folder), seed=3, lstm=4, **TINY)
+    policy = mh.load(folder)
+    model: Any = policy.model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        gates = model.lstm.bias_ih.view(4, -1)  # in, forget, cell, out: the cell adds 0.1 a step
+        gates[:] = torch.tensor([20.0, 20.0, 0.1, 20.0])[:, None]
+        model.policy_out.weight[1] = 0.25
+        model.policy_out.bias[1] = -np.tanh(0.55)
+    save_policy(folder, model, policy.normaliser)
+    return folder
+
+
 @pytest.fixture(scope="module", autouse=True)
 def importable() -> Any:
     with pytest.MonkeyPatch.context() as patch:
@@ -75,6 +110,20 @@ def test_the_first_begun_count_not_the_first_ended(run_dir: Path, num_envs: int)
     found = evaluate(run_dir, 20, num_envs=num_envs)
     assert found.lengths == lengths_of(3, 20)
     assert found.returns == [float(n) for n in found.lengths]
+
+
+@pytest.mark.parametrize("env", ["Recall", "several"])
+def test_memory_begins_with_the_episode(env: str, tmp_path: Path) -> None:
+    """Whatever an LSTM remembers of the episode before, or of its neighbour, would show."""
+    folder = counting(f"test_evaluation:{env}", tmp_path / "run")
+    for num_envs in (1, 3, 8) if env == "Recall" else (2,):
+        found = evaluate(folder, 20, num_envs=num_envs)
+        assert found.returns == [max(0.0, n - 5.0) for n in found.lengths]
+    if env == "Recall":
+        assert found.lengths == lengths_of(3, 20)
+        with pytest.raises(SupportError, match="with an LSTM cannot be exported"):
+            mh.load(folder).export(tmp_path / "policy.pt")
+    assert len(set(found.lengths)) > 5
 
 
 def test_seeds_are_never_those_of_training(run_dir: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import async_programs
 import numpy as np
 import pytest
@@ -10,7 +13,15 @@ from hypothesis import strategies as st
 
 from manyhands import launch
 from manyhands.blocks.reducer import Reducer
-from manyhands.errors import ConfigError, WorkerError
+from manyhands.engines.shared import DONE
+from manyhands.errors import CollectiveError, ConfigError, WorkerError
+from manyhands.strategies import gradient_server
+from manyhands.strategies.crew import Crew
+from manyhands.strategies.ledger import Ledger
+
+
+def fake(**facts: Any) -> Any:
+    return SimpleNamespace(**facts)
 
 
 def test_mean_and_sum_by_hand() -> None:
@@ -74,45 +85,131 @@ def test_wrong_use_is_said() -> None:
         reducer.offer(np.ones(2), 0, 0)
 
 
-@pytest.mark.parametrize("engine", ["inline", "local"])
-@pytest.mark.parametrize(("reduce", "relays"), [("mean", []), ("sum", []), ("sum", [1, 2])])
-def test_ten_thousand_pushes_of_eight_workers(engine: str, reduce: str, relays: list[int]) -> None:
-    each, workers = (1250, 8) if engine == "local" and reduce == "mean" else (125, 8)
+def how_many() -> list[Any]:
+    """A thousand pushes, and the ten thousand as a slow test; nine processes take long to start."""
+    found = []
+    for engine in ("inline", "local"):
+        for reduce in ("mean", "sum"):
+            for levels in (1, 2):
+                long = engine == "local" and (reduce, levels) != ("mean", 2)
+                for pushes in (1_000, 10_000):
+                    marks = [pytest.mark.slow] if pushes == 10_000 or long else []
+                    found.append(pytest.param(engine, reduce, levels, pushes, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("engine", "reduce", "levels", "pushes"), how_many())
+def test_every_push_of_eight_workers_is_applied(
+    engine: str, reduce: str, levels: int, pushes: int
+) -> None:
+    """SGD with a step of 1 on whole numbers: the weights are minus the sum, or mean, of all.
+
+    The owner only serves. With two levels, two of the eight add up for four each.
+    """
+    workers, each = 8, pushes // 8
+    relays = [1, 2] if levels == 2 else []
     told = launch(
         async_programs.push_many, each, 4, reduce, relays, -1,
-        workers=workers, engine=engine, timeout=60,
+        workers=1 + workers, engine=engine, timeout=60,
     )  # fmt: skip
-    pushes = each * workers
     counters = told[0]["counters"]
-    assert counters["pushed"] == pushes
-    assert counters["applied"] + counters["waiting"] == pushes
-    assert counters["refused"] == 0
-    # SGD with a step of 1 on whole numbers: the weights are minus the sum of all pushes
-    if relays:  # a step takes the four that came together, or the next sum above
-        assert counters["waiting"] < 4
-        assert {-one["weight"][0] for one in told} == {counters["applied"]}
-        return
-    assert counters["version"] == 1 + pushes // 4
-    total = np.array([pushes, each * sum(range(workers))]) / (4 if reduce == "mean" else 1)
+    steps = pushes // 4
+    assert counters == {
+        "pushed": pushes, "applied": pushes, "refused": 0, "waiting": 0, "version": 1 + steps,
+    }  # fmt: skip
+    total = np.array([pushes, each * sum(range(1 + workers))]) / (4 if reduce == "mean" else 1)
     for one in told:
         np.testing.assert_array_equal(one["weight"], -total)
-        assert (one["taken"], one["refused"]) == (each, 0)
+    assert [(one["taken"], one["refused"]) for one in told[1:]] == [(each, 0)] * workers
 
 
-@pytest.mark.parametrize("engine", ["inline", "local"])
-def test_every_push_is_taken_or_refused(engine: str) -> None:
-    """Workers that pull only now and then push old gradients, and are told of each."""
-    each, workers = 200, 8
+@pytest.mark.parametrize(
+    ("engine", "levels", "pushes"),
+    [
+        ("inline", 1, 1_600),
+        ("inline", 2, 1_600),
+        ("local", 1, 1_600),
+        pytest.param("local", 1, 10_000, marks=pytest.mark.slow),
+        pytest.param("local", 2, 10_000, marks=pytest.mark.slow),
+    ],
+)
+def test_every_push_is_applied_or_refused(engine: str, levels: int, pushes: int) -> None:
+    """Workers that pull only now and then push old gradients: each is told of its own, and the
+    server knows of all. A relay's answer is the one to its last sum."""
+    workers, each = 8, pushes // 8
+    relays, together = ([1, 2], 4) if levels == 2 else ([], 1)
     told = launch(
-        async_programs.push_many, each, 1, "sum", [], 4,
-        workers=workers, engine=engine, timeout=60,
+        async_programs.push_many, each, together, "sum", relays, 4,
+        workers=1 + workers, engine=engine, timeout=60,
     )  # fmt: skip
     counters = told[0]["counters"]
-    assert counters["pushed"] == each * workers == counters["applied"] + counters["refused"]
-    assert counters["refused"] == sum(one["refused"] for one in told) > 0
-    assert counters["applied"] == sum(one["taken"] for one in told) > 0
-    assert counters["version"] == 1 + counters["applied"]
+    assert counters["pushed"] == pushes
+    assert counters["applied"] + counters["refused"] + counters["waiting"] == pushes
+    assert counters["waiting"] < together
+    assert counters["refused"] > 0
+    assert counters["applied"] > 0
+    assert counters["version"] == 1 + counters["applied"] // together
     np.testing.assert_array_equal(told[0]["weight"][0], -counters["applied"])
+    print(f"{levels} levels on {engine}: {counters}")
+    if levels == 1:
+        assert counters["refused"] == sum(one["refused"] for one in told)
+        assert counters["applied"] == sum(one["taken"] for one in told)
+
+
+def test_a_new_life_counts_from_one() -> None:
+    """A worker that was started again is not told of the pushes of the one before it."""
+    answers = gradient_server._Answers(fake(acting=[1, 2]))
+    for number in range(1, 6):
+        answers.note({"actor": 2, "number": number, "life": 0}, number != 4)
+    under_way: Any = {4: "fourth", 5: "fifth", 6: "sixth"}
+    me = fake(part=fake(rank=1), life=0)
+    assert gradient_server.refused(me, under_way, answers.tell()) == ["fourth"]
+    assert under_way == {6: "sixth"}
+    again, mine = fake(part=fake(rank=1), life=1), {1: "first", 4: "fourth"}
+    assert gradient_server.refused(again, mine, answers.tell()) == []  # type: ignore[arg-type]
+    assert len(mine) == 2
+    answers.note({"actor": 2, "number": 1, "life": 1}, False)
+    answers.note({"actor": 2, "number": 9, "life": 0}, True)  # it was on its way when it died
+    assert gradient_server.refused(again, mine, answers.tell()) == ["first"]  # type: ignore[arg-type]
+    assert mine == {4: "fourth"}
+
+
+@pytest.mark.parametrize("life", [0, 1])
+def test_what_died_with_a_worker_is_no_fault_of_the_books(life: int) -> None:
+    """Killed near the end: of its next life there is a good-bye and nothing else."""
+    events: list[Any] = []
+    records = fake(folder=fake(event=lambda name, **facts: events.append((name, facts))))
+    crew = fake(publish=lambda: None, phases=fake(totals=dict))
+    last = {"actor": 1, "life": life, "sent": 0, "phases": {}}
+    inbox = fake(drain=list, left={1: last}, lost=1)
+    reducer = Reducer(3)
+    reducer.offer(np.ones(2), 0, 0)
+    ledger = Ledger(crew, records)
+    ledger.table = lambda *_: ""  # type: ignore[method-assign]
+    if life == 0:
+        with pytest.raises(WorkerError, match="0 were pushed, 0 applied and 1 refused"):
+            gradient_server.farewell(crew, ledger, inbox, reducer)
+        return
+    gradient_server.farewell(crew, ledger, inbox, reducer)
+    assert (ledger.restarts, ledger.lost) == (1, 1)
+    assert events == [("restart", {"worker": 1, "life": 1})]
+
+
+@pytest.mark.parametrize("error", [CollectiveError("it has finished"), FileNotFoundError()])
+def test_a_worker_that_comes_back_when_all_is_over(error: Exception) -> None:
+    """Killed between its good-bye and its end: its next life has nothing to do, and leaves."""
+
+    def pull(**_: Any) -> None:
+        raise error
+
+    crew = Crew.__new__(Crew)
+    crew.worker = fake(timeout=1.0, board=fake(state=lambda rank: DONE))
+    crew._store, crew._newest, crew.stop, crew.life = fake(pull=pull), 0, False, 1
+    assert crew.pull() is None
+    assert crew.stop
+    crew.life = 0  # its first life has not seen a run yet
+    with pytest.raises(type(error)):
+        crew.pull()
 
 
 def test_relays_must_divide_the_pushes() -> None:

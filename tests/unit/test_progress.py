@@ -222,6 +222,23 @@ def test_workers_that_are_gone_are_seen() -> None:
     )
 
 
+def test_what_is_known_of_the_workers_stays() -> None:
+    """An asynchronous run says it beside its updates; the lag of what it learns from is there."""
+    screen = Screen()
+    progress = Progress(1000, stream=screen, interval=0, workers=4)
+    info = {"policy_loss": 0.5, "lag_min": 0.0, "lag_mean": 1.25, "lag_max": 4.0, "refused": 2.0}
+    progress.update(10, info=info)
+    assert screen.lines()[-2:] == [
+        "update   policy loss 0.5   refused 2", "workers  4 of 4 at work   lag 1.25",
+    ]  # fmt: skip
+    progress.workers_are(3, 1)
+    progress.update(20, info=info)
+    assert screen.lines()[-1] == "workers  3 of 4 at work   1 restarted   lag 1.25"
+    progress.workers_are(alive=4)
+    progress.update(30)
+    assert screen.lines()[-1] == "workers  4 of 4 at work   1 restarted"
+
+
 def test_phases_are_asked_when_they_are_drawn() -> None:
     phases = Phases()
     phases.add("rollout", 1.0)

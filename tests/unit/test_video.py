@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from test_evaluation import counting
 
 import manyhands as mh
 from manyhands.cli.main import main
@@ -122,6 +123,13 @@ def test_same_seed_same_episode(cartpole: Path) -> None:
     assert np.array_equal(first.observations, again.observations)
     assert not np.array_equal(first.observations[0], other.observations[0])
     assert len(first.observations) == len(first.actions) + 1 == len(first.rewards) + 1
+
+
+def test_memory_begins_with_the_episode(tmp_path: Path) -> None:
+    """An LSTM that counts to five and then acts: in every episode anew."""
+    policy = mh.load(counting("test_video:Dot", tmp_path / "run"))
+    played = film(policy, tmp_path / "two.gif", episodes=2)
+    assert [list(map(int, episode.actions)) for episode in played] == [[0] * 5 + [1] * 5] * 2
 
 
 def test_environment_without_a_camera_says_so(

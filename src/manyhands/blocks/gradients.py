@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from manyhands.blocks.locked import Locked, whole
+from manyhands.blocks.locked import Locked, reach, whole
 from manyhands.blocks.reducer import Reduce, Reducer
 from manyhands.blocks.weights import Sync, _modules, _pour, _shapes, _tree
 from manyhands.errors import ConfigError
@@ -168,7 +168,7 @@ class GradientServer:
             self._here = Steps(moved, made, lr, Reducer(pushes, reduce, max_lag), who)
             par.serve(f"gradients: {name}", self._here)
         else:
-            self._there = self._async = par.service(f"gradients: {name}")
+            self._there = self._async = reach(par, f"gradients: {name}")
             self._there.call("check", _shapes(model), who)
         self._push_to: Any = self._call
         self._connect_relays(par, name, pushes, relays)
@@ -183,7 +183,7 @@ class GradientServer:
             self._push_to = lambda method, *args: getattr(self._relay, method)(*args)
         elif relays and self._here is None:
             nearest = relays[par.rank % len(relays)]
-            service = par.service(f"gradients: {name} by {nearest}")
+            service = reach(par, f"gradients: {name} by {nearest}")
             self._push_to, self._async = service.call, service
 
     def push(self, model: Any = None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from manyhands.blocks.locked import Locked, whole
+from manyhands.blocks.locked import Locked, reach, whole
 from manyhands.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SharedValues:
             self._here = Table()
             par.serve(f"values: {name}", self._here)
         else:
-            self._there = par.service(f"values: {name}")
+            self._there = reach(par, f"values: {name}")
 
     def __getitem__(self, key: str) -> Any:
         there, value = self._call("get", key)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Literal
 
-from manyhands.blocks.locked import Locked, whole
+from manyhands.blocks.locked import Locked, reach, whole
 from manyhands.engines.base import Patience
 from manyhands.errors import CollectiveError, ConfigError
 from manyhands.trees import Tree
@@ -117,7 +117,7 @@ class WeightServer:
             self._here.push(_tree(model), 0, self._shapes, self._who)  # all begin with these
             par.serve(f"weights: {name}", self._here)
         else:
-            self._there = par.service(f"weights: {name}")
+            self._there = reach(par, f"weights: {name}")
             self._call("check", self._shapes, self._who)
         self.pull()
 

@@ -201,12 +201,15 @@ def _play(
     ended: dict[int, tuple[float, int, bool | None]] = {}
     slots = [_Slot(env, i) for i, env in enumerate(envs)]
     begun = len(slots)
+    policy.reset()
     observations = [s.env.reset(seed=episode_seed(found.seed, s.episode))[0] for s in slots]
     while slots:
         actions = policy.act_batch(_stacked(policy, observations), found.deterministic)
         going: list[_Slot] = []
         seen: list[Any] = []
-        for slot, action in zip(slots, actions, strict=True):
+        rows: list[int] = []  # of those that go on
+        fresh: list[int] = []  # of those whose episode is a new one
+        for row, (slot, action) in enumerate(zip(slots, actions, strict=True)):
             observation, reward, terminated, truncated, info = slot.env.step(action)
             slot.total += float(reward)
             slot.length += 1
@@ -219,14 +222,18 @@ def _play(
                     continue
                 slot = _Slot(slot.env, begun)
                 begun += 1
+                fresh.append(row)
                 observation, _ = slot.env.reset(seed=episode_seed(found.seed, slot.episode))
             going.append(slot)
             seen.append(observation)
+            rows.append(row)
+        policy.reset(fresh)  # before rows are left out: these are numbers in the last batch
+        policy.keep(rows)
         slots, observations = going, seen
-    rows = [ended[i] for i in range(episodes)]
-    found.returns = [row[0] for row in rows]
-    found.lengths = [row[1] for row in rows]
-    told = [bool(row[2]) for row in rows if row[2] is not None]
+    results = [ended[i] for i in range(episodes)]
+    found.returns = [result[0] for result in results]
+    found.lengths = [result[1] for result in results]
+    told = [bool(result[2]) for result in results if result[2] is not None]
     found.successes = told if len(told) == episodes else []
 
 
@@ -260,9 +267,12 @@ def _play_vector(
     share = [episodes // num_envs + (i < episodes % num_envs) for i in range(num_envs)]
     ended: dict[tuple[int, int], tuple[float, int]] = {}
     try:
+        policy.reset()
         obs = envs.reset()
         while len(ended) < episodes:
             step = envs.step(policy.act_batch(obs, found.deterministic))
+            over = step.terminated | step.truncated | ~step.valid
+            policy.reset(np.flatnonzero(over).tolist())
             obs = step.obs
             for e in step.episodes:
                 if e.number < share[e.env]:

@@ -17,7 +17,15 @@ import threading
 from rich.console import Console
 from rich.text import Text
 
-from manyhands.experiment.progress import Outlet, Relay, Standing, State, can_draw, duration
+from manyhands.experiment.progress import (
+    Outlet,
+    Relay,
+    Standing,
+    State,
+    can_draw,
+    duration,
+    lag_of,
+)
 from manyhands.experiment.report_lines import number
 from manyhands.experiment.timing import Phases
 
@@ -117,7 +125,8 @@ def view_lines(state: State, width: int) -> list[Text]:
     rows = [("", [f"{state.share:4.0%}", ahead]), ("steps", _steps(state))]
     rows.append(("return", _returns(state)))
     names = sorted(facts.info, key=lambda name: not name.endswith("_loss"))
-    rows.append(("update", [f"{_words(n)} {facts.info[n]:.3g}" for n in names if n != "lag"]))
+    told = [n for n in names if not n.startswith("lag")]  # that one is with the workers
+    rows.append(("update", [f"{_words(n)} {facts.info[n]:.3g}" for n in told]))
     rows.append(("time", _time(state)))
     rows.append(("workers", _workers(state)))
     tail = "  ".join(rows[0][1])
@@ -187,7 +196,7 @@ def _time(state: State) -> list[str]:
 
 def _workers(state: State) -> list[str]:
     facts = state.facts
-    lag = facts.info.get("lag")
+    lag = lag_of(facts)
     alive = state.workers if facts.alive is None else facts.alive
     parts = []
     if state.workers > 1 or alive != state.workers or facts.restarts:

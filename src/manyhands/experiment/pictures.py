@@ -150,6 +150,7 @@ def _most_telling(policy: Policy, seen: Array) -> tuple[int, int]:
     for i in range(seen.shape[1]):
         rows = np.tile(middle, (33, 1))
         rows[:, i] = np.linspace(seen[:, i].min(), seen[:, i].max(), 33)
+        policy.reset()
         actions = policy.act_batch(rows.astype(policy.observation_space.dtype))
         effects.append(float(np.asarray(actions, np.float64).reshape(33, -1).std(axis=0).sum()))
     order = np.argsort(effects, kind="stable")[::-1]
@@ -172,6 +173,7 @@ def _range(space: Any, seen: Array, i: int) -> tuple[float, float]:
 
 def draw_policy(axes: Any, policy: Policy, plane: Plane, played: Played, theme: Theme) -> str:
     """The deterministic action over the plane; gives the words for its caption."""
+    policy.reset()  # a memory starts from nothing, at every point
     actions = policy.act_batch(plane.observe(plane.points()))
     space = policy.action_space
     if type(space).__name__ == "Discrete":

@@ -92,6 +92,8 @@ class Progress:
         self._interval = usual if interval is None else interval
         self._facts: Facts | None = None
         self._best: float | None = None
+        self._alive: int | None = None
+        self._restarts = 0
         self._started = time.perf_counter()
         self._next = self._started + min(self._interval, _FIRST_LINE_SECONDS)
         self._seen: deque[tuple[float, int]] = deque()  # (time, steps), for the speed
@@ -105,7 +107,7 @@ class Progress:
         info: Mapping[str, float] | None = None,
         phases: Phases | Mapping[str, float] | None = None,
         alive: int | None = None,
-        restarts: int = 0,
+        restarts: int | None = None,
         resumed_steps: int = 0,
     ) -> None:
         """Draw if it is time to; a microsecond when it is not.
@@ -117,14 +119,15 @@ class Progress:
             info: what the update reported: losses, "lag" where there is any.
             phases: where the time went.
             alive: workers that are there now; None where an update needs all of them.
-            restarts: of workers, so far.
+            restarts: of workers, so far. Both stay what `workers_are` has said if not given.
             resumed_steps: what an earlier process did of `env_steps`; no part of the speed.
         """
         if self._view is None:
             return
         # The phases are asked only when they are drawn: their totals take longer than all this.
+        self.workers_are(alive, restarts)
         self._facts = Facts(
-            env_steps, mean_return, note, info or {}, phases or {}, alive, restarts
+            env_steps, mean_return, note, info or {}, phases or {}, self._alive, self._restarts
         )  # fmt: skip
         if mean_return is not None and (self._best is None or mean_return > self._best):
             self._best = mean_return
@@ -138,6 +141,11 @@ class Progress:
         spent = time.perf_counter() - now
         wait = min(_MOST_SECONDS, max(self._interval, _DRAWING_SHARE * spent))
         self._next = now + (self._interval if self._interval in (0, _FILE_SECONDS) else wait)
+
+    def workers_are(self, alive: int | None = None, restarts: int | None = None) -> None:
+        """How many are there, and how many were started again: shown from the next update on."""
+        self._alive = self._alive if alive is None else alive
+        self._restarts = self._restarts if restarts is None else restarts
 
     def say(self, text: str) -> None:
         """Lines that stay, such as the tables at the start and the end."""
@@ -307,7 +315,7 @@ def one_line(state: State) -> str:
     """63%  126,976 steps  6,332 steps/s  return 465.94  12s left"""
     facts = state.facts
     mean = facts.mean_return
-    lag = facts.info.get("lag")
+    lag = lag_of(facts)
     parts = [
         f"{state.share:4.0%}",
         f"{number(facts.env_steps)} steps",
@@ -319,6 +327,11 @@ def one_line(state: State) -> str:
         "? left" if state.left is None else f"{duration(state.left)} left",
     ]
     return "  ".join(parts)
+
+
+def lag_of(facts: Facts) -> float | None:
+    """How many versions old what was learned from is, in the mean; None where nothing can be."""
+    return facts.info.get("lag", facts.info.get("lag_mean"))
 
 
 def duration(seconds: float) -> str:

@@ -74,6 +74,7 @@ def play(
 ) -> Played:
     """Play one episode; `watch` is called at every state, the first and last included."""
     played = Played()
+    policy.reset()
     observation, over = stage.reset(seed), False
     played.observations.append(observation)
     while not over:
