@@ -73,6 +73,7 @@ def test_each_command_teaches_itself(command: str, capsys: pytest.CaptureFixture
         (["launch", "--timeout", "-1", "SCRIPT"], "--timeout -1: seconds, or 0 to wait for ever"),
         (["launch", "-n", "2", "no_such.py"], "script 'no_such.py' does not exist (looked from "),
         (["launch", "-n", "2", "."], "is a folder, not a script"),
+        (["train", "impala", "--roles", "actor=2,learner=1"], "--workers N --learners M"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )

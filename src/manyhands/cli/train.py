@@ -93,6 +93,11 @@ def parse(argv: list[str]) -> Experiment:
     import tyro
 
     algorithm, file, words = _split(argv)
+    if any(word.split("=")[0] == "--roles" for word in words):
+        raise ConfigError(
+            "--roles is an option of `manyhands launch`; `manyhands train` counts with --workers N "
+            "--learners M (the rest are actors), or --reducers M with gradient_server"
+        )
     base = load_toml(file) if file else None
     if base is not None:
         if algorithm and algorithm != base.algorithm:

@@ -128,7 +128,7 @@ def _advice(kind: str, workers: int, cores: int) -> str:
             return "take larger minibatches, fewer epochs or a smaller network"
         case "waiting":
             if workers > cores:
-                return f"{workers} workers share {cores} cores; use --workers {cores}"
+                return f"{workers} workers share {cores} cores; fewer would wait less (--workers)"
             return "make updates rarer (a larger --rollout-length) or use fewer workers"
         case "writing":
             return "write less often (a larger --log-every)"
