@@ -134,7 +134,7 @@ def _range_faults(name: str, value: float, default: Any) -> Iterator[str]:
 
 def _is_share(name: str) -> bool:
     """Discounts and the lambda of advantages; elsewhere lambda may be a weight."""
-    return name in ("gamma", "gae_lambda", "lam", "discount")
+    return name in ("gamma", "gae_lambda", "vtrace_lambda", "lam", "discount")
 
 
 def _may_be_negative(name: str, default: Any) -> bool:

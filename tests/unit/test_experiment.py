@@ -249,7 +249,11 @@ def test_phases_are_cheap() -> None:
         ({"rollout": 1, "learning": 3}, 2, "--strategy allreduce"),
         ({"rollout": 1, "learning": 3}, 8, "take larger minibatches"),
         ({"rollout": 2, "synchronisation": 2, "wait": 1}, 8, "synchronisation and wait, 60% of"),
-        ({"rollout": 1, "synchronisation": 2}, 16, "16 workers share 8 cores; fewer would wait less (--workers)"),
+        (
+            {"rollout": 1, "synchronisation": 2},
+            16,
+            "16 workers share 8 cores; fewer would wait less (--workers)",
+        ),
         ({"logging": 3, "learning": 1}, 2, "--log-every"),
         ({"mystery": 3, "learning": 1}, 2, "mystery, 75% of the time; it is no part"),
         ({}, 2, "unknown"),

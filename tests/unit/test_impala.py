@@ -10,10 +10,13 @@ import torch
 from async_programs import impala, unrolls_of
 
 import manyhands as mh
+from manyhands import wire
 from manyhands.algorithms.base import Alone
-from manyhands.algorithms.impala import IMPALA
+from manyhands.algorithms.impala import IMPALA, normalised_under
 from manyhands.algorithms.options import IMPALAConfig
-from manyhands.data.unroll import joined
+from manyhands.data.noise import EnvNoise
+from manyhands.data.rollout import Normaliser
+from manyhands.data.unroll import UnrollCollector, joined
 from manyhands.envs import make_vec
 from manyhands.math.returns import gae
 from manyhands.networks.build import build_actor_critic
@@ -87,6 +90,49 @@ def test_both_gradients_agree(env: str, normalize: bool) -> None:
     np.testing.assert_allclose(grads[0][1], grads[1][1], rtol=1e-4)
 
 
+def test_on_policy_advantages_are_normalised_as_ever() -> None:
+    advantage = np.random.default_rng(1).normal(3.0, 2.0, 50).astype(np.float32)
+    found = normalised_under(np.ones(50, np.float32), advantage, Alone())
+    np.testing.assert_allclose(found, (advantage - advantage.mean()) / advantage.std(), atol=1e-5)
+
+
+def test_a_row_without_weight_has_no_advantage_either() -> None:
+    """Where the policy has long left the action, grad log π has no bound: nothing may be left."""
+    advantage = np.array([4.0, 2.0, 6.0, 0.0], np.float32)  # ρ is already in them
+    rho = np.array([1.0, 1.0, 1.0, 0.0], np.float32)
+    found = normalised_under(rho, advantage, Alone())
+    assert found[3] == 0.0
+    np.testing.assert_allclose(found[:3], normalised_under(rho[:3], advantage[:3], Alone()))
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_clip_is_that_of_ppo(env: str) -> None:
+    """Its gradient is that of min(r A, clip(r) A), for which autograd stands in here."""
+    envs = make_vec(env, 2, seed=5)
+    model = build_actor_critic(envs.observation_space, envs.action_space, hidden=(8,), seed=3)
+    options = IMPALAConfig(clip=0.1, rho_bar=1e9, value_weight=0.0)
+    algorithm = IMPALA(model, options, seed=1)
+    batch = algorithm.prepare_unroll(joined(unrolls_of(algorithm, envs, 2)))
+    envs.close()
+    moved(algorithm, 0.1)
+    algorithm.gradient(batch, 1)
+    found = algorithm.flat.grad.clone()
+
+    parameters, values = model(torch.from_numpy(batch["obs"]))
+    logp = model.head.log_prob(parameters, torch.from_numpy(batch["action"]))
+    behaviour = torch.from_numpy(batch["logp"].reshape(-1))
+    ratio = torch.exp(logp - behaviour)
+    unclipped = IMPALA(model, IMPALAConfig(rho_bar=1e9), seed=1)
+    numbers = [x.detach().numpy() for x in (logp, values)]
+    traced = unclipped._traced(*numbers, unclipped._edge_values(batch), batch, Alone())
+    advantage = torch.from_numpy(traced["advantage"]) / ratio.detach()
+    algorithm.flat.zero_grad()
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage)
+    assert ((ratio < 0.9) | (ratio > 1.1)).any()
+    (-surrogate.sum()).backward()
+    torch.testing.assert_close(found, algorithm.flat.grad, rtol=1e-3, atol=1e-4)
+
+
 def test_padding_does_not_change_the_gradient() -> None:
     """Episodes one by one, their gradients added up, are the gradient of all side by side."""
     algorithm, envs = impala(normalize_advantages=False, entropy_weight=0.1)
@@ -99,6 +145,18 @@ def test_padding_does_not_change_the_gradient() -> None:
         total += algorithm.flat.grad
     algorithm.gradient(algorithm.prepare_unroll(joined(episodes)), 100)
     torch.testing.assert_close(algorithm.flat.grad, total, rtol=1e-4, atol=1e-6)
+
+
+def test_an_unroll_stays_as_it_was() -> None:
+    """One worker that acts and learns has no channel that would copy it; its replay needs it so."""
+    algorithm, envs = impala()
+    noise, plain = EnvNoise(1, 0, 2), Normaliser(envs.observation_space, False, False, 0.99)
+    collector = UnrollCollector(envs, algorithm.actor, 5, noise, plain)
+    (first,) = collector.collect(0)
+    before = wire.encode(first)
+    collector.collect(0)
+    envs.close()
+    assert wire.encode(first) == before
 
 
 def test_a_memory_forgets_at_the_end_of_an_episode() -> None:

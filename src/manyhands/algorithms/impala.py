@@ -6,8 +6,9 @@
 
 Differs from the paper: Adam instead of RMSProp (one optimiser for all algorithms here, and a step
 size that suits several scales of reward); the mean over rows instead of the sum, so that a larger
-batch needs no other step size; advantages optionally normalised over the rows of all learners.
-With one worker it acts and learns in turn, and V-trace is then the n-step return.
+batch needs no other step size; advantages optionally normalised over the rows of all learners, and
+optionally clipped as in PPO (APPO), for a replay. With one worker it acts and learns in turn, and
+V-trace is then the n-step return.
 """
 
 from __future__ import annotations
@@ -145,14 +146,15 @@ class IMPALA(PolicyGradient):
             lam=o.vtrace_lambda,
         )
         weight = rows["valid"].reshape(-1).astype(np.float32)
-        advantage = traced.advantages.numpy().reshape(-1)
+        rho = np.minimum(np.exp(target_logp - behaviour), o.rho_bar).reshape(-1) * weight
+        advantage = traced.advantages.numpy().reshape(-1) * weight
         if o.normalize_advantages:
-            mean, std, _ = across.moments(advantage[rows["valid"].reshape(-1)])
-            advantage = ((advantage - mean) / (std + 1e-8)).astype(np.float32)
-        rho = np.minimum(np.exp(target_logp - behaviour), o.rho_bar).reshape(-1)
+            advantage = normalised_under(rho, advantage, across)
+        if o.clip > 0:
+            advantage *= ~_far_enough(np.ravel(target_logp - behaviour), advantage, o.clip)
         return {
             "target": traced.targets.numpy().reshape(-1),
-            "advantage": advantage * weight,
+            "advantage": advantage,
             "weight": weight,
             "rho": rho,
         }
@@ -180,6 +182,30 @@ class IMPALA(PolicyGradient):
         total = policy + o.value_weight * squares - o.entropy_weight * entropy
         rho = (rows["rho"] * weight).sum()
         return total, [policy.item(), squares.item(), entropy.item(), rho.item()]
+
+
+def normalised_under(rho: Array, advantage: Array, across: Across) -> Array:
+    """Advantages ρA with mean 0 and deviation 1 under the weights ρ, over the rows of all learners.
+
+        m = Σ ρA / Σ ρ      s² = Σ (ρA − ρm)² / Σ ρ      ρA becomes ρ (A − m) / s
+
+    With ρ = 1 everywhere these are the plain mean and deviation.
+
+    CRUCIAL: ρm is taken off, not m. Less m alone, a row of no weight would keep −m / s: an action
+    that the policy has long left, where ∇ log π has no bound. It would then be driven further off,
+    or drawn back, as the sign of m happens to be.
+    """
+    total, weighted = across.sum(np.array([rho.sum(), advantage.sum()], np.float64)).tolist()
+    centred = advantage - rho * (weighted / max(total, 1e-8))
+    squares = float(across.sum(np.array([np.dot(centred, centred)], np.float64))[0])
+    return np.asarray(centred / (np.sqrt(squares / max(total, 1e-8)) + 1e-8), np.float32)
+
+
+def _far_enough(log_ratio: Array, advantage: Array, clip: float) -> Array:
+    """Rows where PPO's min(ratio A, clip(ratio, 1 − ε, 1 + ε) A) is flat: better actions that have
+    become more likely by more than ε, and worse ones less likely."""
+    ratio = np.exp(np.minimum(log_ratio, 20.0))
+    return np.asarray(np.where(advantage > 0, ratio > 1 + clip, ratio < 1 - clip))
 
 
 _ON_DEVICE = ("obs", "action", "edges", "edge_row", "state", "first")

@@ -112,6 +112,9 @@ class IMPALAConfig:
     """Importance weights of value targets and advantages are cut to this."""
     c_bar: float = 1.0
     """Importance weights by which corrections travel back in time are cut to this."""
+    clip: float = 0.0
+    """Rows whose action has become more likely, or less, by more than this share count no further
+    where that was the way to go, as in PPO: for a replay. 0: all count."""
     value_weight: float = 0.5
     """Weight of the value loss."""
     entropy_weight: float = 0.0
@@ -177,7 +180,8 @@ class ReplayConfig:
     pull_every: int = 16
     """With apex: steps of each environment between two looks for newer weights."""
     prefetch: int = 2
-    """With apex: batches that are put together while the learner learns; none on inline."""
+    """With apex: batches that are put together while the learner learns; none where actors and
+    learner take turns (inline; local with one actor)."""
     lost_shard: Literal["keep", "drop"] = "keep"
     """With apex: what becomes of the transitions of an actor that was lost."""
 
