@@ -59,6 +59,7 @@ def strokes(paths: Sequence[str], columns: Sequence[Array]) -> Strokes:
     for name, column_name in (("put", "column"), ("put_one", "single")):
         source += [f"def {name}(at, arrays):", f"    {arrays}= arrays"]
         source += [f"    {column_name}{k}[at] = a{k}" for k in range(len(places))]
+    # Keys stand in it as quoted strings only, so that no name of a column can be code.
     exec("\n".join(source), known)
     # Taken out, or memory and functions would hold each other until the garbage is collected
     return Strokes(*(known.pop(name) for name in Strokes._fields))
