@@ -121,6 +121,8 @@ OPTIONS: dict[str, Any] = {
 def test_inline_stops_and_resumes_in_this_process(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup, where a run minds no hang-up
+        pytest.skip("whoever started the tests has them ignore this signal, and so do runs")
     options = OPTIONS | {"engine": "inline", "workers": 2, "steps": 640}
     train("a2c", **options, run_dir=str(tmp_path / "whole"))
     real = records.Records.update

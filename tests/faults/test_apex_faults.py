@@ -48,7 +48,9 @@ def test_a_killed_actor_is_started_again(actors: int, what: str, tmp_path: Path)
     for record in after:
         counted = {"keep": record["kept_rows"], "drop": record["dropped_rows"]}
         assert counted == {"keep": 0, "drop": 0} | {what: told["rows"]}
-        assert record["replay_size"] == record["inserted"] - record["dropped_rows"]
+        # The size is read after the counters, and of two actors one may have appended in between.
+        since = record["replay_size"] - (record["inserted"] - record["dropped_rows"])
+        assert 0 <= since <= (256 if actors == 2 else 0)
     if after:
         assert after[-1]["gradient_steps"] > 0  # the learner goes on
 
