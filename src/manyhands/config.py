@@ -110,7 +110,7 @@ class RunConfig:
     quiet: bool = False
     """Print nothing but errors."""
     address: str = ""
-    """With engine=ray: join the cluster at this address instead of starting one."""
+    """With engine=ray: join this cluster, not start one; by default that of RAY_ADDRESS, if set."""
 
     @property
     def actors(self) -> int:

@@ -96,16 +96,19 @@ def test_nodes_are_filled_alike(room: dict[str, float], expected: list[str]) -> 
     assert spread(4, 1, room, driver="a") == expected
 
 
-def test_more_workers_than_cpus_says_so_at_once(address: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("said", ["--address", "RAY_ADDRESS"])
+def test_more_workers_than_cpus_says_so_at_once(address: str, said: str, tmp_path: Path) -> None:
     began = time.monotonic()
-    words = ["train", "trpo", "--env", "CartPole-v1", "--engine", "ray", "--address", address]
+    words = ["train", "trpo", "--env", "CartPole-v1", "--engine", "ray"]
     words += ["--workers", "8", "--steps", "20000", "--run-dir", str(tmp_path / "run")]
+    words += [said, address] if said == "--address" else []
+    known = {said: address} if said == "RAY_ADDRESS" else {}
     done = subprocess.run(
         [sys.executable, "-m", "manyhands.cli.main", *words],
         capture_output=True,
         text=True,
         timeout=60,
-        env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
+        env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"} | known,
     )
     assert done.returncode == 2
     assert "8 workers x 1 CPU = 8" in done.stderr

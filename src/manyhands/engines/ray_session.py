@@ -39,6 +39,8 @@ class Session:
     """`with Session(...)`: Ray is up inside. `private`: ours alone; `output`: see `_hand_out`."""
 
     def __init__(self, workers: int, cpus: float, address: str, env: dict[str, str]) -> None:
+        address = address or os.environ.get("RAY_ADDRESS", "")  # Ray itself would go there, too
+        address = "" if address == "local" else address
         # Before the import: Ray reads some of them there.
         for name, value in (_QUIET if address else _QUIET | _LOOPBACK).items():
             os.environ.setdefault(name, value)
