@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manyhands import roles, wire
+from manyhands import roles
 from manyhands.config import Experiment, RunConfig, build, from_plain, load_toml, to_plain
 from manyhands.engines import calls, inline, stopping
 from manyhands.engines.launch import Job
@@ -139,7 +139,7 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
         from manyhands.strategies.life import live
 
         return live(program, experiment, worker, resumed)
-    state = None if resumed is None else _shared_state(worker.group, resumed["checkpoint"])
+    state = None if resumed is None else checkpoint.load_on_all(worker.group, resumed["checkpoint"])
     records = Records(
         experiment,
         main=worker.place.rank == 0,
@@ -224,20 +224,6 @@ def _replaceable(run: RunConfig) -> tuple[int, ...]:
         return ()
     given = _roles(run)
     return tuple(given.ranks("actor") or given.ranks("worker"))
-
-
-def _shared_state(group: Any, path: str) -> dict[str, Any]:
-    """The state of a checkpoint on all workers; only the main worker need see the disk."""
-    import numpy as np
-
-    data = np.zeros(0, np.uint8)
-    if group.rank == 0:
-        try:
-            data = np.frombuffer(wire.encode(checkpoint.load(path).state), np.uint8)
-        except checkpoint.Damaged as fault:  # it was whole a moment ago
-            raise WorkerError(str(fault), rank=0) from None
-    state: dict[str, Any] = wire.decode(group.all_gather({"state": data})["state"])
-    return state
 
 
 def _changed(experiment: Experiment, options: dict[str, Any]) -> Experiment:

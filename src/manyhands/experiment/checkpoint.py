@@ -28,8 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhands import __version__
-from manyhands.errors import ConfigError
+import numpy as np
+
+from manyhands import __version__, wire
+from manyhands.errors import ConfigError, WorkerError
 from manyhands.experiment.state_files import pack, unpack
 from manyhands.trees import Array
 
@@ -149,6 +151,21 @@ def load(path: str | os.PathLike[str], *, tensors: bool = True) -> Checkpoint:
     except ValueError as fault:
         raise Damaged(f"{path / STATE} is not a state ({fault})") from None
     return Checkpoint(path, {k: v for k, v in manifest.items() if k != "files"}, state)
+
+
+def load_on_all(group: Any, path: str) -> dict[str, Any]:
+    """The state on all workers of a group (None: this one alone); only the main worker need see
+    the disk. All call it together."""
+    data = np.zeros(0, np.uint8)
+    if group is None or group.rank == 0:
+        try:
+            data = np.frombuffer(wire.encode(load(path).state), np.uint8)
+        except Damaged as fault:  # it was whole a moment ago
+            raise WorkerError(str(fault), rank=0) from None
+    if group is not None:
+        data = group.all_gather({"state": data})["state"]
+    state: dict[str, Any] = wire.decode(data.data)
+    return state
 
 
 def set_aside(path: Path) -> Path:

@@ -15,6 +15,7 @@ feature with a large mean.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,9 @@ from manyhands.errors import ConfigError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_TOGETHER = 256  # rows whose moments are taken at once: on the few of one step numpy's calls cost
-# far more than its sums
+# Rows and bytes (in float64) of which the moments are taken at once: on the few rows of one step
+# numpy's calls cost far more than its sums. Rows as large as images are taken as they come.
+_TOGETHER, _BYTES = 256, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class RunningStats:
         self._pending = Moments.empty(self.shape)
         self._waiting: list[Array] = []  # batches that are to go into the pending moments
         self._rows = 0  # of those
+        self._enough = min(_TOGETHER, _BYTES // (8 * math.prod(self.shape) or 8))
         self._refresh()
 
     @property
@@ -123,7 +126,7 @@ class RunningStats:
             )
         self._waiting.append(batch.copy())
         self._rows += len(batch)
-        if self._rows >= _TOGETHER:
+        if self._rows >= self._enough:
             self._settle()
 
     def delta(self) -> dict[str, Array]:

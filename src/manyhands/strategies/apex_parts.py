@@ -288,7 +288,7 @@ class ApexLedger(Ledger):
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
-        if self.crew.rank == 0:
+        if self.crew.is_main:
             load_own_state(self.crew, state)
         if self._replay is not None and state["replay"] is not None:
             self._replay.load_state(state["replay"])

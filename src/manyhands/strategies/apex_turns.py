@@ -57,7 +57,7 @@ def run(crew: Crew, records: Records, state: dict[str, Any] | None) -> dict[str,
     if crew.part.role == "actor":
         act(crew)
         return {}
-    if crew.rank == 0:
+    if crew.is_main:
         return lead(crew, records, state)
     follow(crew, TurnsLedger(crew, records, None, TurnsDesk({}), None), state)
     return {}

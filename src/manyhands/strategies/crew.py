@@ -67,6 +67,11 @@ class Crew:
         return self.roles.name(self.rank)
 
     @property
+    def is_main(self) -> bool:
+        """Whether this is the worker that publishes and writes: worker 0, of whatever role."""
+        return self.rank == 0
+
+    @property
     def alive(self) -> int | None:
         """Workers that are there now; None where that is not known, or a run ends without one."""
         board: Board | None = getattr(self.worker, "board", None)
@@ -97,7 +102,7 @@ class Crew:
 
     def publish(self, **news: Any) -> None:
         """The main worker's weights for all, with whatever else they are to know."""
-        if self.rank == 0 and self._store is not None:
+        if self.is_main and self._store is not None:
             tree = {
                 "weights": self.algorithm.flat.data.cpu(),
                 "version": self.algorithm.version,

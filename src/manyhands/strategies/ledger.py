@@ -151,7 +151,7 @@ class Ledger:
 
     def checkpoint(self) -> None:
         """The main worker writes what it knows; actors begin new episodes when a run goes on."""
-        if self.crew.rank == 0:
+        if self.crew.is_main:
             with self.crew.phases("checkpoint"):
                 self.records.checkpoint(self.state(), self.steps, self.updates)
 

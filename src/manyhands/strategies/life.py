@@ -10,14 +10,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
-
-from manyhands import wire
 from manyhands.config import Experiment
 from manyhands.engines import stopping
 from manyhands.engines.base import Worker
 from manyhands.engines.role_groups import group_among
-from manyhands.errors import ConfigError, WorkerError
+from manyhands.errors import ConfigError
 from manyhands.experiment import checkpoint
 from manyhands.experiment.records import Records
 from manyhands.experiment.state_files import difference
@@ -36,11 +33,11 @@ def live(
     learners = crew.roles.ranks("learner")
     if len(learners) > 1 and crew.part.role == "learner":
         crew.group = group_among(worker.group, learners, "learners")
-    acts = crew.part.role in ("actor", "worker", "reducer") and crew.rank > 0
+    acts = crew.part.role in ("actor", "worker", "reducer") and not crew.is_main
     state = None if acts or resumed is None else _state(crew, resumed["checkpoint"])
     records = Records(
         experiment,
-        main=crew.rank == 0,
+        main=crew.is_main,
         threads=torch.get_num_threads(),
         resumed=state and state["records"],
         notes=resumed["notes"] if resumed and not acts else (),
@@ -49,7 +46,7 @@ def live(
     try:
         crew.phases.add("starting", time.perf_counter() - began)
         ended = program(crew, records, state)
-        if crew.rank > 0:
+        if not crew.is_main:
             return {}
         ledger = ended["ledger"]
         records.keep(crew.algorithm.model, crew.normaliser, now=True)
@@ -76,16 +73,8 @@ def live(
 
 
 def _state(crew: Crew, path: str) -> dict[str, Any]:
-    """The state of a checkpoint on all learners; only the main worker need see the disk."""
-    data = np.zeros(0, np.uint8)
-    if crew.rank == 0:
-        try:
-            data = np.frombuffer(wire.encode(checkpoint.load(path).state), np.uint8)
-        except checkpoint.Damaged as fault:  # it was whole a moment ago
-            raise WorkerError(str(fault), rank=0) from None
-    if crew.group is not None:
-        data = crew.group.all_gather({"state": data})["state"]
-    state: dict[str, Any] = wire.decode(data.data)
+    """The state of a checkpoint on all learners, if it is of such a run as this one."""
+    state = checkpoint.load_on_all(crew.group, path)
     if other := difference(crew.algorithm.state(), state["algorithm"], "algorithm"):
         raise ConfigError(
             f"the checkpoint does not fit this run: {other}. The network, the environment or the "
