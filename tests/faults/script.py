@@ -25,6 +25,10 @@ if par.rank == 1:
         import ctypes
 
         ctypes.string_at(0)
+    if how == "after":  # all is said and done, and then
+        import atexit
+
+        atexit.register(os._exit, 7)
     if how == "exit":
         sys.exit(7)
     if how == "threads":  # raises, but leaves a thread behind that would keep the process alive

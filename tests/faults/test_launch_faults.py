@@ -80,6 +80,17 @@ def test_worker_that_raises(engine: str) -> None:
     assert launch.text.count("Traceback") == 1, launch.text  # the cause, and only the cause
 
 
+@pytest.mark.parametrize("engine", ["local", "mpi", "torch"])
+def test_worker_that_fails_when_its_work_is_done(engine: str) -> None:
+    launch = Launch(engine, "after")
+    code, _ = launch.end(LIMIT)
+    assert code == 7, launch.text
+    who = "or another worker: mpiexec" if engine == "mpi" else f"worker 1 of 2 on {HOST}"
+    assert who in launch.text
+    assert "left with exit code 7" in launch.text
+    assert "after its work was done" in launch.text
+
+
 @pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_worker_that_is_killed(engine: str) -> None:
     launch = Launch(engine, "kill")

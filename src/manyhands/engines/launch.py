@@ -18,7 +18,7 @@ from manyhands import roles as parts
 from manyhands import wire
 from manyhands.engines import calls, inline, stopping
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
-from manyhands.engines.shared import Board, Segment
+from manyhands.engines.shared import DONE, Board, Segment
 from manyhands.engines.watch import FirstToGo, Supervisor, label, what_ended
 from manyhands.errors import ConfigError, Stopped, SupportError, needs
 
@@ -278,7 +278,10 @@ class _MpiBanner:
         named = [r for r in range(board.workers) if pid and board.pid(r) == int(pid.group(1))]
         text = what_ended(-int(number.group(1)) if number else code)
         first = self._first.rank
-        return first if first is not None else named[0] if named else 0, text
+        gone = [] if first is None or board.state(first) == DONE else [first]  # not who left well
+        if not gone and not named:
+            text += " (or another worker: mpiexec does not say which)"
+        return [*gone, *named, 0][0], text
 
 
 def _mpiexec() -> str:
