@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -216,3 +218,27 @@ def test_bad_input() -> None:
         PrioritizedReplay(5, EXAMPLE, alpha=-1.0)
     with pytest.raises(ConfigError, match="cannot take a state"):
         PrioritizedReplay(6, EXAMPLE).load_state(replay.state())
+
+
+def test_without_numba_the_same_rows_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two trees that add in another order: the same rows, and weights, but for rounding."""
+    from manyhands.data import sampling
+    from manyhands.data.sum_tree import SumTree
+
+    def drawn() -> list[Any]:
+        rng = np.random.default_rng(3)
+        replay = PrioritizedReplay(3000, {"x": 0.0}, seed=5)
+        found: list[Any] = []
+        for _ in range(30):
+            replay.append({"x": rng.random(200)}, rng.random(200))
+            batch = replay.sample(64, beta=0.5)
+            replay.update_priorities(batch.ids, rng.random(64))
+            found.append((batch.ids, batch.weights, batch.probabilities))
+        return found
+
+    compiled = drawn()
+    monkeypatch.setattr(sampling, "sum_tree", SumTree)
+    for (ids, weights, chances), (i, w, c) in zip(compiled, drawn(), strict=True):
+        np.testing.assert_array_equal(ids, i)
+        np.testing.assert_allclose(weights, w, rtol=1e-6)
+        np.testing.assert_allclose(chances, c, rtol=1e-12)

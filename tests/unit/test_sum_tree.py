@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.data import kernels
-from manyhands.data.kernels import Kernels
+from manyhands.data import compiled
+from manyhands.data.compiled_tree import CompiledTree
 from manyhands.data.sum_tree import SumTree
 from manyhands.errors import ConfigError
 
-# The compiled loops are plain Python too: so they are tested also where numba is not installed.
-PLAIN = Kernels(kernels.locate, kernels.add_up)
-LOOPS = st.sampled_from([None, PLAIN, kernels.compiled()])
-FAST = pytest.mark.parametrize(
-    "loops", [None, kernels.compiled() or PLAIN], ids=["numpy", "kernels"]
+LOOPS = compiled.loops()
+assert LOOPS is not None, "the loops need numba: pip install 'manyhands[compiled]'"
+# As Python runs them: what numba makes of them is compared with that, too.
+PLAIN = SimpleNamespace(
+    draw=LOOPS.draw.py_func,
+    add_up=LOOPS.add_up.py_func,
+    **{name: getattr(LOOPS, name) for name in ("TOTAL", "LARGEST", "SMALLEST")},
 )
+BOTH = pytest.mark.parametrize("loops", [None, LOOPS], ids=["numpy", "loops"])
 
 SIZES = st.one_of(
     st.integers(1, 40),
@@ -26,6 +32,10 @@ SIZES = st.one_of(
     st.sampled_from([255, 256, 257, 4095, 4096, 4097, 65_536, 65_537, 99_999, 1_000_000]),
 )
 PRIORITY = st.one_of(st.just(0.0), st.floats(1e-6, 1e6))
+
+
+def make(size: int, loops: Any) -> SumTree:
+    return SumTree(size) if loops is None else CompiledTree(size, loops)
 
 
 def naive_find(values: list[float], target: float) -> int:
@@ -45,11 +55,9 @@ def accepts(values: np.ndarray, target: float, found: int) -> bool:
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.integers(1, 300), LOOPS, st.data())
-def test_every_operation_against_a_list(
-    size: int, loops: Kernels | None, data: st.DataObject
-) -> None:
-    tree, values = SumTree(size, loops), [0.0] * size
+@given(st.integers(1, 300), st.sampled_from([None, PLAIN, LOOPS]), st.data())
+def test_every_operation_against_a_list(size: int, loops: Any, data: st.DataObject) -> None:
+    tree, values = make(size, loops), [0.0] * size
     for _ in range(data.draw(st.integers(1, 6))):
         if data.draw(st.integers(0, 9)) == 0:
             tree.clear()
@@ -76,10 +84,10 @@ def test_every_operation_against_a_list(
 
 
 @settings(max_examples=40, deadline=None)
-@given(SIZES, st.sampled_from([None, kernels.compiled()]), st.integers(0, 2**32 - 1))
-def test_sizes_up_to_a_million(size: int, loops: Kernels | None, seed: int) -> None:
+@given(SIZES, st.sampled_from([None, LOOPS]), st.integers(0, 2**32 - 1))
+def test_sizes_up_to_a_million(size: int, loops: Any, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    tree, values = SumTree(size, loops), np.zeros(size)
+    tree, values = make(size, loops), np.zeros(size)
     for count in (size, 1, int(rng.integers(1, 700)), int(rng.integers(1, 700))):
         indices = rng.integers(0, size, count)
         priorities = rng.random(count) * (rng.random(count) < 0.7)
@@ -101,49 +109,49 @@ def test_sizes_up_to_a_million(size: int, loops: Kernels | None, seed: int) -> N
     assert (running[found] - values[found] <= targets + slack).all()
 
 
-@FAST
+@BOTH
 @pytest.mark.parametrize("size", [1, 2, 16, 17, 256, 257, 70_000, 1_100_000])
-def test_a_batch_of_one(size: int, loops: Kernels | None) -> None:
-    tree = SumTree(size, loops)
+def test_a_batch_of_one(size: int, loops: Any) -> None:
+    tree = make(size, loops)
     tree.set(np.array([size - 1]), np.array([3.0]))
     assert tree.find(np.array([0.0])).tolist() == [size - 1]
     assert tree.find(np.array([2.999])).tolist() == [size - 1]
     assert (tree.total, tree.max(), tree.min_positive()) == (3.0, 3.0, 3.0)
 
 
-@FAST
-def test_last_of_two_writes_to_one_index_wins_at_any_size(loops: Kernels | None) -> None:
+@BOTH
+def test_last_of_two_writes_to_one_index_wins_at_any_size(loops: Any) -> None:
     for size in (1, 5, 1000, 1_000_000):
-        tree = SumTree(size, loops)
+        tree = make(size, loops)
         tree.set(np.array([0, 0, 0]), np.array([5.0, 7.0, 2.0]))
         assert (tree.values[0], tree.total, tree.max()) == (2.0, 2.0, 2.0)
 
 
-@FAST
-def test_zero_is_never_found(loops: Kernels | None) -> None:
+@BOTH
+def test_zero_is_never_found(loops: Any) -> None:
     rng = np.random.default_rng(0)
-    tree = SumTree(100_000, loops)
+    tree = make(100_000, loops)
     tree.set(np.arange(100_000), np.where(rng.random(100_000) < 0.999, 0.0, 1.0))
     found = tree.find(rng.random(20_000) * tree.total)
     assert (tree.values[found] > 0.0).all()
     assert set(found.tolist()) == set(np.flatnonzero(tree.values).tolist())
 
 
-@FAST
+@BOTH
 @pytest.mark.parametrize("last", [0, 1, 17, 4095, 4096, 99_999])
-def test_a_target_at_the_total_means_the_last_priority(loops: Kernels | None, last: int) -> None:
+def test_a_target_at_the_total_means_the_last_priority(loops: Any, last: int) -> None:
     """Rounding can lead there. Behind it are only zeros, up to the end of the tree."""
-    tree = SumTree(100_000, loops)
+    tree = make(100_000, loops)
     tree.set(np.array([0, last]), np.array([0.1, 0.2]))
     assert tree.find(np.array([tree.total, 2 * tree.total])).tolist() == [last, last]
 
 
-@FAST
+@BOTH
 @pytest.mark.parametrize("size", [3, 500, 70_000])
-def test_largest_and_smallest_after_they_were_taken_away(loops: Kernels | None, size: int) -> None:
+def test_largest_and_smallest_after_they_were_taken_away(loops: Any, size: int) -> None:
     """More changes than are looked through at once, and the answer overwritten in between."""
     rng = np.random.default_rng(size)
-    tree, values = SumTree(size, loops), np.zeros(size)
+    tree, values = make(size, loops), np.zeros(size)
     for turn in range(300):
         ends = [values.argmax(), np.where(values > 0.0, values, np.inf).argmin()]
         indices = np.append(rng.integers(0, size, 3), ends if turn % 3 else [])
@@ -157,9 +165,9 @@ def test_largest_and_smallest_after_they_were_taken_away(loops: Kernels | None, 
         assert tree.min_positive() == np.where(values > 0.0, values, np.inf).min()
 
 
-@FAST
-def test_nothing_to_set_changes_nothing(loops: Kernels | None) -> None:
-    tree = SumTree(10, loops)
+@BOTH
+def test_nothing_to_set_changes_nothing(loops: Any) -> None:
+    tree = make(10, loops)
     tree.set(np.array([3]), np.array([2.0]))
     tree.set(np.array([], np.int64), np.array([]))
     assert (tree.total, tree.max(), tree.find(np.zeros(0)).tolist()) == (2.0, 2.0, [])
@@ -182,18 +190,42 @@ def test_priorities_of_very_unlike_size() -> None:
     assert tree.min_positive() == 1e-300
 
 
-@pytest.mark.parametrize("loops", [None, kernels.compiled()], ids=["numpy", "compiled"])
-def test_sums_do_not_drift(loops: Kernels | None) -> None:
+@BOTH
+def test_sums_do_not_drift(loops: Any) -> None:
     """Half a million writes, huge and tiny in turn: the sums are those of a tree built at once."""
     rng = np.random.default_rng(1)
-    grown = SumTree(50_000, loops)
+    grown = make(50_000, loops)
     for _ in range(1000):
         grown.set(rng.integers(0, 50_000, 512), rng.random(512) * 10.0 ** rng.integers(-9, 9))
-    built = SumTree(50_000, loops)
+    built = make(50_000, loops)
     built.set(np.arange(50_000), grown.values)
     assert grown.total == built.total
-    for one, other in zip(grown._levels, built._levels, strict=True):
-        np.testing.assert_array_equal(one, other)
+    targets = rng.random(10_000) * built.total
+    np.testing.assert_array_equal(grown.find(targets), built.find(targets))
+
+
+@BOTH
+@pytest.mark.parametrize("size", [1, 7, 300, 70_000])
+def test_draw_takes_one_of_each_part_with_weight_and_chance(size: int, loops: Any) -> None:
+    """PAPER: P(i) = p_i / Σ p; w_i = (N · P(i))^-β / max_j w_j, the maximum over all rows."""
+    rng = np.random.default_rng(size)
+    values = rng.random(size) * (rng.random(size) < 0.9) + (np.arange(size) == size // 2)
+    tree, beta = make(size, loops), 0.7
+    tree.set(np.arange(size), values)
+    for count in (1, 5, 32, 2000):
+        numbers = rng.random(count)
+        targets = (np.arange(count) + numbers) * values.sum() / count
+        indices, weights, chances = tree.draw(numbers, beta)
+        assert all(
+            i == naive_find(values.tolist(), t) or accepts(values, t, i)
+            for t, i in zip(targets[:40], indices[:40].tolist(), strict=True)
+        )
+        probability = values / values.sum()
+        every = (np.count_nonzero(values) * probability[values > 0]) ** -beta
+        wanted = (np.count_nonzero(values) * probability[indices]) ** -beta / every.max()
+        np.testing.assert_allclose(weights, wanted, rtol=1e-6)
+        np.testing.assert_allclose(chances, probability[indices], rtol=1e-12)
+        assert weights.dtype == np.float32
 
 
 def test_clear_empties_it() -> None:

@@ -30,8 +30,8 @@ import numpy as np
 from manyhands.bench._peers import output_of, python_with
 from manyhands.bench._tools import Claim, fingerprint, median, verdicts
 from manyhands.bench.peers.replay_buffers import BATCHES, BLOCK, CASES, LIBRARIES
+from manyhands.data.compiled import in_use
 from manyhands.data.frames import Frames
-from manyhands.data.kernels import in_use
 from manyhands.data.sharded_replay import ShardedReplay
 from manyhands.errors import ConfigError, SupportError, WorkerError
 

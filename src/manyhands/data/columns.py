@@ -1,18 +1,20 @@
-"""Columns of preallocated memory: how rows get into them, and memory for what is read."""
+"""Columns of preallocated memory: how rows get in and out, and memory for what is read."""
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
+from sys import getrefcount
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from manyhands.data.compiled import loops
 from manyhands.trees import Array
 
-FRESH_BELOW = 1 << 22  # bytes: smaller results are not worth keeping their memory
-_KEEP = 4
+# bytes: from here on malloc may get memory from the system each time, and give it back each time
+FRESH_BELOW = 1 << 17
+_LARGE_ROW = 4096  # bytes: a page of memory
 
 
 class Strokes(NamedTuple):
@@ -65,6 +67,19 @@ def strokes(paths: Sequence[str], columns: Sequence[Array]) -> Strokes:
     return Strokes(*(known.pop(name) for name in Strokes._fields))
 
 
+def gatherer(column: Array) -> Callable[[Array, Array], Any]:
+    """How rows get out of a column: a call (slots, out) with out[i] = column[slots[i]]."""
+    nbytes = column.itemsize * math.prod(column.shape[1:])
+    compiled = loops() if nbytes >= _LARGE_ROW else None
+    if compiled is None:
+        # "clip" writes straight into `out`; the default would go through a copy
+        return lambda slots, out: column.take(slots, 0, out, "clip")
+    rows = column.view(np.uint8).reshape(len(column), nbytes)
+    return lambda slots, out: compiled.gather(
+        rows, slots, out.view(np.uint8).reshape(len(out), nbytes)
+    )
+
+
 class Pool:
     """Large result arrays, used again once the last view of them is gone.
 
@@ -72,27 +87,22 @@ class Pool:
     batches of the same size for hours.
     """
 
-    def __init__(self) -> None:
-        self._free: dict[int, list[Any]] = {}
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._arrays: list[Array] = []
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        count = math.prod(shape)
-        nbytes = count * dtype.itemsize
-        if nbytes < FRESH_BELOW:
+        if math.prod(shape) * dtype.itemsize < FRESH_BELOW:
             return np.empty(shape, dtype)
-        free = self._free.setdefault(nbytes, [])
-        if free:
-            memory = free.pop()
-        else:
-            fresh: Any = np.empty(nbytes, np.uint8)  # numpy asks for huge pages
-            # CRUCIAL: views of an array on an array hold the latter only, and would not keep the
-            # memory from being used again; on a memoryview they hold the array below.
-            memory = memoryview(fresh)
-        array: Array = np.frombuffer(memory, dtype, count)
-        weakref.finalize(array, self._give_back, nbytes, memory).atexit = False
-        return array.reshape(shape)
+        for array in self._arrays:
+            # Whoever has a view of it, or a view of a view, or a tensor on one, holds the array.
+            if array.shape == shape and array.dtype is dtype and getrefcount(array) == _NOBODY:
+                return array[:]
+        array = np.empty(shape, dtype)  # numpy asks for huge pages
+        self._arrays.append(array)
+        if len(self._arrays) > self._keep:
+            del self._arrays[0]
+        return array[:]
 
-    def _give_back(self, nbytes: int, memory: Any) -> None:
-        free = self._free.setdefault(nbytes, [])
-        if len(free) < _KEEP:
-            free.append(memory)
+
+_NOBODY = 3  # references to an array that nobody has: the list, the loop, the question itself

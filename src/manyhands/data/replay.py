@@ -14,7 +14,7 @@ from typing import Any
 
 from manyhands.data.frames import FramedRing, Frames, make_ring
 from manyhands.data.ring import Ring
-from manyhands.data.sampling import Batch, EmptyError, Proportional, Uniform, assemble
+from manyhands.data.sampling import Batch, Proportional, Uniform, assemble
 from manyhands.errors import ConfigError
 from manyhands.trees import Array, Tree
 
@@ -70,7 +70,11 @@ class Replay:
         self._ring.clear()
 
     def _sample(self, count: int, beta: float) -> Batch:
-        check_count(count, self._ring)
+        if not 1 <= count <= self._ring.capacity:
+            raise ConfigError(
+                f"replay: a batch of {count} rows from a buffer for {self._ring.capacity}; "
+                f"give 1 to {self._ring.capacity}, or a larger capacity"
+            )
         self._sampler.take_in()
         return assemble(self._sampler, self._sampler.draw(count, beta), beta)
 
@@ -112,16 +116,6 @@ class PrioritizedReplay(Replay):
     def update_priorities(self, ids: Array, priorities: Array) -> int:
         """New TD errors of rows that were drawn; how many were dropped, being overwritten."""
         return self._priorities.update(ids, priorities)
-
-
-def check_count(count: int, ring: Ring) -> None:
-    if not 1 <= count <= ring.capacity:
-        raise ConfigError(
-            f"replay: a batch of {count} rows from a buffer for {ring.capacity}; "
-            f"give 1 to {ring.capacity}, or a larger capacity"
-        )
-    if not ring.size:
-        raise EmptyError
 
 
 def frames_of(ring: Ring) -> Ring:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.data.columns import FRESH_BELOW, Pool, strokes
+from manyhands.data.columns import FRESH_BELOW, Pool, gatherer, strokes
 from manyhands.engines.shared import Segment, fence
 from manyhands.errors import ConfigError
 from manyhands.trees import Array, Tree
@@ -34,6 +34,7 @@ _DROPPED, _LIMIT = 8, 9  # words of the reader, on a cache line of their own
 _TOKEN = 15  # by which a ring that was opened is known to be the one that was meant
 _HEADER = 128  # bytes
 _NO_LIMIT = 2**62
+_KEEP = 4  # batches in use at once whose memory is kept
 # x86 keeps writes in order by itself, and reads too; a fence would cost a tenth of an append.
 _FENCES = platform.machine() not in ("x86_64", "AMD64")
 Layout = list[tuple[str, str, list[int]]]  # path, dtype, shape of one row
@@ -61,7 +62,7 @@ class Ring:
     def _make(
         self, capacity: int, layout: Layout, priorities: bool, segment: Segment | None, shared: bool
     ) -> None:
-        self.capacity, self.layout, self._pool = capacity, layout, Pool()
+        self.capacity, self.layout, self._pool = capacity, layout, Pool(_KEEP * len(layout))
         parts: Layout = [("", "<f8", [])] if priorities else []
         sizes = [
             capacity * np.dtype(d).itemsize * math.prod(shape) for _, d, shape in [*parts, *layout]
@@ -88,6 +89,7 @@ class Ring:
         self._largest_row = max(a[:1].nbytes for a in arrays)
         self._flat = not any("/" in path for path in self._paths)
         self._look, self._put, self._put_one = strokes(self._paths, arrays)
+        self._gatherers: list[Any] | None = None
 
     def describe(self) -> dict[str, Any]:
         """Plain data by which another process of this machine opens the same ring."""
@@ -221,9 +223,10 @@ class Ring:
             out = [column.take(slots, 0, None, "clip") for column in self.columns]
         else:
             out = self.room(len(tickets)) if out is None else out
-            for column, to in zip(self.columns, out, strict=True):
-                # "clip" writes straight into `to`; the default would go through a copy
-                column.take(slots, 0, to, "clip")
+            if self._gatherers is None:  # not before: a writer needs none
+                self._gatherers = [gatherer(column) for column in self.columns]
+            for gather, to in zip(self._gatherers, out, strict=True):
+                gather(slots, to)
         fence()
         return out, tickets >= self.first
 
@@ -263,6 +266,7 @@ class Ring:
         self._words[_CLEARED] = self._words[_WRITTEN]
         self._look = _gone
         self.columns, self.priority, self._put, self._put_one = [], None, _gone, _gone
+        self._gatherers = []
         if self._segment is not None:
             self._segment.close()
         self._segment = None

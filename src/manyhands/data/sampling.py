@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manyhands.data.kernels import compiled
+from manyhands.data.compiled_tree import sum_tree
 from manyhands.data.ring import Ring
-from manyhands.data.sum_tree import SumTree
 from manyhands.errors import ConfigError
 from manyhands.trees import Array, Tree
 
@@ -69,28 +68,35 @@ class Uniform:
         """Nothing to do: what is there is read off the rings at every draw."""
 
     def draw(self, count: int, beta: float = 0.0) -> Draw:
-        firsts = [ring.first for ring in self.rings]
-        sizes = [
-            max(ring.written - first, 0) for ring, first in zip(self.rings, firsts, strict=True)
-        ]
-        total = sum(sizes)
-        if not total:
-            raise EmptyError
-        # Half the price of `integers`; the product is below the total also when it is rounded.
-        numbers = self._generator.random(count)
-        numbers *= total
-        numbers.sort()  # rows are then copied from one end of the memory to the other
-        ids = numbers.astype(np.int64)
-        if len(sizes) == 1:
-            ids += firsts[0]
+        if len(self.rings) == 1:
+            ring = self.rings[0]
+            first = ring.first
+            total = ring.written - first
+            numbers = self._up_to(total, count)
+            ids = numbers.astype(np.int64)
+            ids += first
         else:
-            ends = np.cumsum(sizes)
-            ring = ends.searchsorted(ids, "right")
-            ids += (np.array(firsts) - (ends - sizes))[ring] + (ring << _SHIFT)
+            firsts = np.array([ring.first for ring in self.rings])
+            sizes = np.maximum([ring.written for ring in self.rings] - firsts, 0)
+            ends = sizes.cumsum()
+            total = ends.item(-1)
+            numbers = self._up_to(total, count)
+            numbers.sort()  # those of one ring side by side
+            ids = numbers.astype(np.int64)
+            which = ends.searchsorted(ids, "right")
+            ids += (firsts - (ends - sizes))[which] + (which << _SHIFT)
         numbers.fill(1.0 / total)
         if len(self._ones) < count:
             self._ones = np.ones(count, np.float32)
         return Draw(ids, self._ones[:count].copy(), numbers)
+
+    def _up_to(self, total: int, count: int) -> Array:
+        if total < 1:
+            raise EmptyError
+        # Half the price of `integers`; the product is below the total also when it is rounded.
+        numbers: Array = self._generator.random(count)
+        numbers *= total
+        return numbers
 
     def forget(self, ids: Array) -> None:
         """Those rows are gone."""
@@ -126,11 +132,10 @@ class Proportional:
         self._generator = np.random.default_rng(seed)
         self._capacities = np.array([ring.capacity for ring in rings])
         self._offsets = np.cumsum([0, *self._capacities[:-1]])
-        self.tree = SumTree(int(self._capacities.sum()), compiled())
+        self.tree = sum_tree(int(self._capacities.sum()))
         self._tickets = np.full(self.tree.capacity, -1, np.int64)  # of the row each leaf stands for
         self._seen = [0] * len(self.rings)
         self._floors = [0] * len(self.rings)
-        self._parts = np.zeros(0)
         self.counters = {"redrawn": 0, "stale_updates": 0, "uniform_draws": 0}
 
     # -- what writers did ----------------------------------------------------------------------
@@ -189,15 +194,9 @@ class Proportional:
     # -- drawing -------------------------------------------------------------------------------
 
     def draw(self, count: int, beta: float = 0.4) -> Draw:
-        total = self.tree.total
-        if total > 0.0:
-            targets = self._generator.random(count)
-            targets += self._part_numbers(count)
-            targets *= total / count
-            leaves, priorities = self.tree.locate(targets)
-            weights = priorities / self.tree.min_positive()
-            weights **= -beta
-            return Draw(self._ids(leaves), weights.astype(np.float32), priorities / total)
+        if self.tree.total > 0.0:
+            leaves, weights, chances = self.tree.draw(self._generator.random(count), beta)
+            return Draw(self._ids(leaves), weights, chances)
         there = np.flatnonzero(self._tickets >= 0)
         if not len(there):
             raise EmptyError
@@ -205,11 +204,6 @@ class Proportional:
         self.counters["uniform_draws"] += count
         leaves = there[np.sort(self._generator.integers(0, len(there), count))]
         return Draw(self._ids(leaves), np.ones(count, np.float32), np.full(count, 1.0 / len(there)))
-
-    def _part_numbers(self, count: int) -> Array:
-        if len(self._parts) != count:
-            self._parts = np.arange(float(count))
-        return self._parts
 
     def _ids(self, leaves: Array) -> Array:
         tickets = self._tickets.take(leaves)
@@ -220,24 +214,24 @@ class Proportional:
     def forget(self, ids: Array) -> None:
         """Those rows are gone: never draw them again."""
         self.counters["redrawn"] += len(ids)
-        leaves, tickets, _ = self._leaves(ids)
+        leaves, tickets = self._leaves(ids)
         gone = leaves[self._tickets[leaves] == tickets]
         self.tree.put(gone, np.zeros(len(gone)))
         self._tickets[gone] = -1
 
     def update(self, ids: Array, priorities: Array) -> int:
         """Give rows new priorities (TD errors); how many came too late, and were dropped."""
-        ids = np.asarray(ids, np.int64).reshape(-1)
-        priorities = np.asarray(priorities, np.float64).reshape(-1)
+        ids, priorities = np.asarray(ids, np.int64), np.asarray(priorities, np.float64)
+        if ids.ndim != 1 or priorities.ndim != 1:
+            ids, priorities = ids.reshape(-1), priorities.reshape(-1)
         if len(ids) != len(priorities):
             raise ConfigError(f"replay: {len(ids)} ids, but {len(priorities)} priorities")
         priorities = np.abs(priorities)
         if np.count_nonzero(priorities < np.inf) < len(ids):  # NaN fails too
             raise ConfigError("replay: a priority (TD error) is not a finite number")
         self.take_in()  # a slot that was overwritten belongs to its new row from here on
-        leaves, tickets, firsts = self._leaves(ids)
+        leaves, tickets = self._leaves(ids)
         fresh = self._tickets.take(leaves) == tickets
-        fresh &= tickets >= firsts
         stale = len(ids) - int(np.count_nonzero(fresh))
         if stale:
             leaves, priorities = leaves[fresh], priorities[fresh]
@@ -245,16 +239,15 @@ class Proportional:
         self.tree.put(leaves, self._power(priorities))
         return stale
 
-    def _leaves(self, ids: Array) -> tuple[Array, Array, Any]:
-        """Where those rows would stand in the tree, their tickets, and the first of each's ring."""
+    def _leaves(self, ids: Array) -> tuple[Array, Array]:
+        """Where those rows would stand in the tree, and their tickets."""
         if len(self.rings) == 1:
-            return ids % self.tree.capacity, ids, self.rings[0].first
+            return ids % self.tree.capacity, ids
         rings, tickets = ids >> _SHIFT, ids & _TICKET
         try:
-            firsts = np.array([ring.first for ring in self.rings]).take(rings)
+            return self._offsets.take(rings) + tickets % self._capacities.take(rings), tickets
         except IndexError:
             raise ConfigError("replay: these are not ids that this replay has given out") from None
-        return self._offsets.take(rings) + tickets % self._capacities.take(rings), tickets, firsts
 
     # -- for checkpoints -----------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ two steps below the top; two children to a node would need twenty.
 
 A sum is never corrected by a difference: it is added up again from its children, always in the same
 order, so rounding cannot pile up, and a tree that was built at once equals one that grew.
+
+This one needs numpy only. Where numba is installed, compiled_tree.py does the same faster.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.data.kernels import SHIFT, WIDTH, Kernels
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
 
+WIDTH, SHIFT = 16, 4
 _TOP = 4096  # sums that the top may have: to add up more costs more than another step down
 _BLOCK = WIDTH * WIDTH  # priorities that share one bound on their smallest and largest
 # children @ _BEFORE: what lies before each of 16 children, the last child first, so that the first
@@ -33,45 +35,42 @@ _WAITING = 64  # batches of changes that are looked through for the largest and 
 
 
 class SumTree:
-    """Priorities 0 .. capacity-1, all 0 at the start; each is a finite number, 0 or more.
+    """Priorities 0 .. capacity-1, all 0 at the start; each is a finite number, 0 or more."""
 
-    `kernels`: compiled loops in place of numpy's, where somebody has them (see kernels.py).
-    """
-
-    def __init__(self, capacity: int, kernels: Kernels | None = None) -> None:
+    def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ConfigError(f"sum tree: capacity {capacity}, but it must be 1 or more")
-        self.capacity, self._kernels = capacity, kernels
-        top, steps = -(-capacity // _BLOCK) * _BLOCK, 0
-        while top > (_TOP if kernels is None else WIDTH):
+        self.capacity = capacity
+        self._make()
+
+    def _make(self) -> None:
+        top, steps = -(-self.capacity // _BLOCK) * _BLOCK, 0
+        while top > _TOP:
             top, steps = -(-top // WIDTH), steps + 1
-        if kernels is None:
-            top = -(-top // WIDTH) * WIDTH
+        top = -(-top // WIDTH) * WIDTH
         # Rounded up, so that every sum has its 16 children; those beyond the capacity stay 0
-        sizes = [top * WIDTH**k for k in range(steps, -1, -1)]
-        self._flat = np.zeros(sum(sizes) + WIDTH)  # kernels look at 16 sums of the top, too
-        self._level_starts = np.cumsum([0, *sizes])
-        *self._levels, _ = np.split(self._flat, self._level_starts[1:])
-        self._level_starts = self._level_starts[:-1]
+        self._levels = [np.zeros(top * WIDTH**k) for k in range(steps, -1, -1)]
+        self._leaves = self._levels[0]
         self._rows = [level.reshape(-1, WIDTH) for level in self._levels[:-1]]
-        self._largest = _Extreme(self._levels[0], np.maximum, 0.0)
-        self._smallest = _Extreme(self._levels[0], np.minimum, np.inf)
+        self._largest = _Extreme(self._leaves, np.maximum, 0.0)
+        self._smallest = _Extreme(self._leaves, np.minimum, np.inf)
+        self._numbers = np.arange(1024.0)
         self._starts = np.arange(0, 1024 * WIDTH, WIDTH)
         # What lies before each sum of the last level, and the total; right until something changes
-        self._before = np.zeros(len(self._levels[-1]) + 1)
+        self._before = np.zeros(top + 1)
         self._changed = False
 
     @property
     def values(self) -> Array:
         """All priorities [capacity]: read them, but change them by `set`."""
-        return self._levels[0][: self.capacity]
+        return self._leaves[: self.capacity]
 
     @property
     def total(self) -> float:
         return float(self._running()[-1])
 
     def get(self, indices: Array) -> Array:
-        return self._levels[0].take(indices)
+        return self._leaves.take(indices)
 
     def set(self, indices: Array, priorities: Array) -> None:
         """Give `indices` [B] these priorities [B]; where an index comes twice, the last wins."""
@@ -94,13 +93,11 @@ class SumTree:
         if not len(indices):
             return
         self._changed = True
-        self._levels[0][indices] = priorities
+        self._leaves[indices] = priorities
         self._largest.note(indices)
         self._smallest.note(indices)
         if len(indices) * WIDTH > self.capacity:
             self._add_all_up()
-        elif self._kernels is not None:
-            self._kernels.add_up(self._flat, self._level_starts, indices)
         else:
             self._add_up(indices)
 
@@ -124,15 +121,34 @@ class SumTree:
 
         A priority of 0 is never found. The total must not be 0.
         """
-        return self.locate(np.asarray(targets, np.float64))[0]
+        return self._locate(np.asarray(targets, np.float64))[0]
 
-    def locate(self, targets: Array) -> tuple[Array, Array]:
-        """`find`, and the priorities of what was found."""
-        before = self._running()
-        if not before.item(-1) > 0.0:
+    def draw(self, numbers: Array, beta: float) -> tuple[Array, Array, Array]:
+        """One index from each of B equal parts of the total, at `numbers` [B] in [0, 1) of it.
+
+        Returns:
+            Indices [B]; weights [B] float32, (p / smallest p above 0)^-beta; and p / total [B].
+            The array of numbers is used up.
+        """
+        count, total = len(numbers), self.total
+        if count > len(self._numbers):
+            self._numbers = np.arange(2.0 * count)
+        numbers += self._numbers[:count]
+        numbers *= total / count
+        indices, priorities = self._locate(numbers)
+        weights = priorities / self.min_positive()
+        weights **= -beta
+        priorities /= total
+        return indices, weights.astype(np.float32), priorities
+
+    def _check_total(self) -> None:
+        if not self.total > 0.0:
             raise ConfigError("sum tree: all priorities are 0, so there is nothing to find")
-        if self._kernels is not None:
-            return self._kernels.locate(self._flat, self._level_starts, targets)
+
+    def _locate(self, targets: Array) -> tuple[Array, Array]:
+        """The indices of those targets, and their priorities."""
+        self._check_total()
+        before = self._before
         # Without both ends: a target that rounds up to the total means the last priority.
         node: Array = before[1:-1].searchsorted(targets, "right")
         rest = targets - before.take(node)
@@ -142,24 +158,21 @@ class SumTree:
             child = (sums <= rest[:, None]).argmax(1)
             rest = rest - sums.take(starts + child)
             node = (node << SHIFT | WIDTH - 1) - child
-        priorities = self._levels[0].take(node)
+        priorities = self._leaves.take(node)
         if np.count_nonzero(priorities) < len(node):
             self._mend(node)
-            priorities = self._levels[0].take(node)
+            priorities = self._leaves.take(node)
         return node, priorities
 
     def _mend(self, node: Array) -> None:
         """Rounding left a target just past its node, at a 0: take the last priority before it."""
-        positive = np.flatnonzero(self._levels[0])
-        wrong = np.flatnonzero(self._levels[0].take(node) <= 0.0)
+        positive = np.flatnonzero(self._leaves)
+        wrong = np.flatnonzero(self._leaves.take(node) <= 0.0)
         place = np.maximum(positive.searchsorted(node[wrong]) - 1, 0)
         node[wrong] = positive[place]
 
     def _running(self) -> Array:
-        if self._changed and self._kernels is not None:
-            self._levels[-1].cumsum(out=self._before[1:])
-            self._changed = False
-        elif self._changed:
+        if self._changed:
             # 16 at a time, and then what lies before each 16: half the price of numpy's cumsum
             sums = self._before[1:].reshape(-1, WIDTH)
             np.matmul(self._levels[-1].reshape(-1, WIDTH), _RUNNING, out=sums)
@@ -181,10 +194,6 @@ class SumTree:
             sums[nodes] = np.add.reduceat(rows.take(nodes, 0).ravel(), starts)
 
     def _add_all_up(self) -> None:
-        if self._kernels is not None:
-            every = np.arange(0, len(self._levels[0]), WIDTH)
-            self._kernels.add_up(self._flat, self._level_starts, every)
-            return
         for level, sums in itertools.pairwise(self._levels):
             np.add.reduceat(level, np.arange(0, len(level), WIDTH), out=sums)
 

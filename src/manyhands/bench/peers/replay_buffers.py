@@ -261,7 +261,7 @@ def main() -> None:
     package = asked["library"].partition(",")[0]
     version = importlib.metadata.version(package)
     if package == "manyhands":
-        from manyhands.data.kernels import in_use
+        from manyhands.data.compiled import in_use
 
         version += f" with {in_use()}"
     print(json.dumps({"rates": rates, "version": version, "missing": MISSING}))
