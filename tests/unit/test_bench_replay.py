@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from manyhands import bench
 from manyhands.bench import replay as benchmark
 from manyhands.bench.peers import replay_buffers
-from manyhands.errors import ConfigError, SupportError
+from manyhands.errors import ConfigError, SupportError, WorkerError
 
 
 def options(*words: str) -> Namespace:
@@ -58,18 +59,49 @@ def test_contention_is_what_is_lost_of_the_papers_rates() -> None:
     assert benchmark.apex_claims({}) == []
 
 
+class Thousand:
+    """A library that always does a thousand rows a second."""
+
+    def __init__(self, *_: object) -> None:
+        self.tasks = set(benchmark.TASKS)
+
+    def start(self) -> dict[str, Any]:
+        return {"version": "1", "missing": {}}
+
+    def rate(self, task: str) -> float:
+        return 1000.4
+
+    def __enter__(self) -> Thousand:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_a_library_does_what_it_is_told_and_leaves() -> None:
+    with benchmark.Buffers(sys.executable, "manyhands", "4 floats", 0.01) as buffers:
+        said = buffers.start()
+        assert buffers.tasks == set(benchmark.TASKS)
+        assert said["version"].startswith("0.")
+        assert buffers.rate("add 64") > buffers.rate("add 1") > 0.0
+    assert buffers._process.returncode is not None
+
+
+def test_a_library_that_is_not_there_says_why() -> None:
+    with (
+        benchmark.Buffers(sys.executable, "cpprb", "4 floats", 0.01) as buffers,
+        pytest.raises(WorkerError, match=r"cpprb.*No module named 'cpprb'"),
+    ):
+        buffers.start()
+
+
 def test_without_peers_it_goes_on_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing(*_: object) -> None:
         raise SupportError("no network")
 
-    def run(python: str, library: str, case: str, seconds: float) -> dict[str, Any]:
-        rates = dict.fromkeys(benchmark.TASKS, 1000.4)
-        return {"rates": rates, "version": "1", "missing": {}}
-
     monkeypatch.setattr(benchmark, "python_with", missing)
-    monkeypatch.setattr(benchmark, "_run", run)
+    monkeypatch.setattr(benchmark, "Buffers", Thousand)
     facts = benchmark.measure(options("--repeats", "2", "--no-apex"))
     assert "going on without torchrl: no network" in capsys.readouterr().out
     assert facts["claims"] == []

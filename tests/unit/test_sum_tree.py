@@ -20,7 +20,7 @@ assert LOOPS is not None, "the loops need numba: pip install 'manyhands[compiled
 # As Python runs them: what numba makes of them is compared with that, too.
 PLAIN = SimpleNamespace(
     draw=LOOPS.draw.py_func,
-    add_up=LOOPS.add_up.py_func,
+    put=LOOPS.put.py_func,
     **{name: getattr(LOOPS, name) for name in ("TOTAL", "LARGEST", "SMALLEST")},
 )
 BOTH = pytest.mark.parametrize("loops", [None, LOOPS], ids=["numpy", "loops"])
@@ -226,6 +226,28 @@ def test_draw_takes_one_of_each_part_with_weight_and_chance(size: int, loops: An
         np.testing.assert_allclose(weights, wanted, rtol=1e-6)
         np.testing.assert_allclose(chances, probability[indices], rtol=1e-12)
         assert weights.dtype == np.float32
+
+
+@BOTH
+@pytest.mark.parametrize("size", [1, 20, 5000])
+def test_put_where_leaves_alone_what_is_marked_otherwise(size: int, loops: Any) -> None:
+    rng = np.random.default_rng(size)
+    tree, values = make(size, loops), rng.random(size)
+    tree.set(np.arange(size), values)
+    marks = rng.integers(0, 3, size)
+    for count in (1, 32, 300):
+        indices, priorities = rng.integers(0, size, count), rng.random(count)
+        wanted = rng.integers(0, 3, count)
+        refused = 0
+        for i, priority, mark in zip(indices, priorities, wanted, strict=True):
+            if marks[i] == mark:
+                values[i] = priority
+            else:
+                refused += 1
+        assert tree.put_where(marks, wanted, indices, priorities) == refused
+        np.testing.assert_array_equal(tree.values, values)
+        assert tree.total == pytest.approx(values.sum(), rel=1e-12)
+        assert (tree.max(), tree.min_positive()) == (values.max(), values.min())
 
 
 def test_clear_empties_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -75,3 +76,24 @@ def output_of(words: list[str], limit: float = _RUN_SECONDS, **environment: str)
         said = (done.stderr or done.stdout).strip().splitlines()
         raise WorkerError(Path(words[0]).name, said[-1] if said else f"left with {done.returncode}")
     return done.stdout
+
+
+def tell(process: subprocess.Popen[str], words: str) -> None:
+    """One line to a program that waits for it."""
+    assert process.stdin is not None
+    try:
+        process.stdin.write(f"{words}\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # it is gone; who reads its answer will learn why
+
+
+def line_of(process: subprocess.Popen[str], name: str, limit: float = _RUN_SECONDS) -> str:
+    """The line that a program says next; WorkerError when it ends instead, or takes too long."""
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], limit)[0]:
+        raise WorkerError(name, f"took more than {limit:g} s")
+    line = process.stdout.readline()
+    if not line:
+        raise WorkerError(name, f"left with {process.wait(limit)}")
+    return line

@@ -1,9 +1,9 @@
 """Replay: add, uniform and prioritized sampling beside cpprb, SB3 and TorchRL; the Ape-X rates
 
-First part: one process, batches of 512 and of 32 out of a million rows (10,000 with pictures), rows
-added one by one and 64 at a time. Every library takes its turn in a process of its own, round after
-round, so that whatever else the machine does hits all of them alike. What counts is the median over
-the rounds of our rate to the best peer's in the same round, whoever is ahead.
+First part: batches of 512 and of 32 out of a million rows (4,000 with pictures), rows added one by
+one and 64 at a time. Every library has a process of its own, and they take turns task by task,
+round after round, so that whatever else the machine does hits all of them alike. What counts is the
+median over the rounds of our rate to a peer's in the same round, whoever is ahead.
 
 Second part: the rates of the Ape-X paper, 12,500 rows added and 9,700 drawn a second, with 84 x 84
 frames, batches of 512 and priority updates. Four actors write into their shards; the learner draws.
@@ -20,14 +20,16 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from argparse import ArgumentParser, Namespace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from manyhands.bench._peers import output_of, python_with
+from manyhands.bench._peers import line_of, python_with, tell
 from manyhands.bench._tools import Claim, fingerprint, median, verdicts
 from manyhands.bench.peers.replay_buffers import BATCHES, BLOCK, CASES, LIBRARIES
 from manyhands.data.compiled import in_use
@@ -65,6 +67,7 @@ SETTINGS: dict[str, tuple[float | None, float | None]] = {
     "both flat out": (0.0, 0.0),
 }
 _READY_SECONDS = 60.0
+_ACTOR = "an actor of the benchmark"
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -122,40 +125,87 @@ def measure(options: Namespace) -> dict[str, Any]:
 
 def _take_turns(pythons: dict[str, str], options: Namespace, facts: dict[str, Any]) -> Rounds:
     found: Rounds = {case: {} for case in CASES}
-    for number in range(options.repeats):
-        print(f"round {number + 1} of {options.repeats}", flush=True)
-        for case in CASES:
-            for library, python in pythons.items():
-                if library in facts["missing"] or not _applies(library, case):
+    for case in CASES:
+        print(f"{case}: filling buffers", flush=True)
+        with ExitStack() as running:
+            libraries: dict[str, Buffers] = {}
+            for name, python in pythons.items():
+                if name in facts["missing"] or not _applies(name, case):
                     continue
                 try:
-                    run = _run(python, library, case, options.seconds)
+                    one = Buffers(python, name, case, options.seconds)
+                    running.enter_context(one)
+                    said = one.start()
                 except WorkerError as error:
-                    facts["missing"][library] = error.what
+                    facts["missing"][name] = error.what
                     continue
-                facts["versions"][library] = run["version"]
-                facts["missing"] |= {f"{library}: {t}": why for t, why in run["missing"].items()}
-                for task, rate in run["rates"].items():
-                    found[case].setdefault(library, {}).setdefault(task, []).append(round(rate))
+                libraries[name] = one
+                facts["versions"][name] = said["version"]
+                facts["missing"] |= {f"{name}: {t}": why for t, why in said["missing"].items()}
+            for number in range(options.repeats):
+                print(f"{case}: round {number + 1} of {options.repeats}", flush=True)
+                for task in TASKS:
+                    for name in [name for name, one in libraries.items() if task in one.tasks]:
+                        try:
+                            rate = round(libraries[name].rate(task))
+                        except WorkerError as error:
+                            facts["missing"][f"{name}, from {task} on"] = error.what
+                            del libraries[name]
+                            continue
+                        found[case].setdefault(name, {}).setdefault(task, []).append(rate)
     return found
+
+
+class Buffers:
+    """A process with one library's buffers, filled, which does a task when it is told to."""
+
+    def __init__(self, python: str, library: str, case: str, seconds: float) -> None:
+        asked = json.dumps({"library": library, "case": case, "seconds": seconds})
+        one_thread = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+        self.name, self.tasks = library, frozenset[str]()
+        self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by __exit__
+        self._process = subprocess.Popen(
+            [python, str(_SCRIPT), asked],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            text=True,
+            env=os.environ | dict.fromkeys(one_thread, "1"),
+        )
+
+    def start(self) -> dict[str, Any]:
+        """Wait until they are full; tasks, version, and what is missing."""
+        said: dict[str, Any] = json.loads(self._line())
+        self.tasks = frozenset(said["tasks"])
+        return said
+
+    def rate(self, task: str) -> float:
+        """Rows a second."""
+        tell(self._process, task)
+        return float(self._line())
+
+    def _line(self) -> str:
+        try:
+            return line_of(self._process, self.name)
+        except WorkerError as error:
+            self._process.kill()
+            self._complaints.seek(0)
+            said = self._complaints.read().strip().splitlines()
+            raise WorkerError(self.name, said[-1] if said else error.what) from error
+
+    def __enter__(self) -> Buffers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=_READY_SECONDS)
+        self._complaints.close()
 
 
 def _applies(library: str, case: str) -> bool:
     if "frames" in library:
         return len(CASES[case][0]) > 1
     return "numpy" not in library or in_use() != "numpy"
-
-
-def _run(python: str, library: str, case: str, seconds: float) -> dict[str, Any]:
-    asked = json.dumps({"library": library, "case": case, "seconds": seconds})
-    printed = output_of(
-        [python, str(_SCRIPT), asked],
-        OMP_NUM_THREADS="1",
-        OPENBLAS_NUM_THREADS="1",
-        MKL_NUM_THREADS="1",
-    )
-    run: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    return run
 
 
 def claims(rounds: Rounds) -> list[Claim]:
@@ -213,14 +263,12 @@ def at_once(
     actors = 0 if adds is None else ACTORS if adds else 1
     writers = [_start(replay, k, (adds or 0.0) / actors, seconds) for k in range(actors)]
     for writer in writers:
-        _line(writer)  # it is ready
+        line_of(writer, _ACTOR)  # it is ready
     for writer in writers:
-        assert writer.stdin is not None
-        writer.stdin.write("begin\n")
-        writer.stdin.flush()
+        tell(writer, "begin")
     found = {} if samples is None else _draw(replay, samples, seconds)
     if writers:
-        found["adds"] = sum(float(_line(writer)) for writer in writers)
+        found["adds"] = sum(float(line_of(writer, _ACTOR)) for writer in writers)
     for writer in writers:
         writer.communicate(timeout=_READY_SECONDS)
     return found
@@ -254,14 +302,6 @@ def _start(replay: ShardedReplay, shard: int, rate: float, seconds: float) -> su
     return subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
     )
-
-
-def _line(writer: subprocess.Popen[str]) -> str:
-    assert writer.stdout is not None
-    line = writer.stdout.readline()
-    if not line:
-        raise WorkerError("an actor of the benchmark", f"left with {writer.wait(_READY_SECONDS)}")
-    return line
 
 
 def apex_claims(found: dict[str, Any]) -> list[Claim]:

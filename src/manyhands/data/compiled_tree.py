@@ -10,6 +10,7 @@ call, and so is a whole change.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,14 +51,15 @@ class CompiledTree(SumTree):
         return float(self._summary[self._loops.TOTAL])
 
     def put(self, indices: Array, priorities: Array) -> None:
-        if not len(indices):
-            return
-        self._leaves[indices] = priorities
-        if len(indices) * WIDTH > self.capacity:
-            indices = np.arange(0, len(self._leaves), WIDTH)
-        self._loops.add_up(
-            self._sums, self._most, self._least, self._starts, indices, self._summary
-        )
+        self.put_where(_NO_MARKS, indices, indices, priorities)
+
+    def put_where(self, marks: Array, wanted: Array, indices: Array, priorities: Array) -> int:
+        return int(
+            self._loops.put(
+                self._sums, self._starts, self._summary, self._most, self._least,
+                indices, priorities, marks, wanted,
+            )
+        )  # fmt: skip
 
     def clear(self) -> None:
         self._sums[:], self._most[:], self._least[:] = 0.0, 0.0, np.inf
@@ -71,14 +73,17 @@ class CompiledTree(SumTree):
 
     def find(self, targets: Array) -> Array:
         self._check_total()
-        targets = np.array(targets, np.float64)
-        found = self._loops.draw(self._sums, self._starts, targets, 0.0, 1.0, self._summary)
-        return np.asarray(found[0])
+        return self._draw(np.array(targets, np.float64), 0.0, 1.0, 0.0)[0]
 
     def draw(self, numbers: Array, beta: float) -> tuple[Array, Array, Array]:
         self._check_total()
-        part = float(self._summary[self._loops.TOTAL]) / len(numbers)
-        found = self._loops.draw(self._sums, self._starts, numbers, 1.0, part, self._summary)
-        indices, relative, chances = found
-        relative **= -beta  # numpy's is several times as fast as a loop's
-        return indices, relative.astype(np.float32), chances
+        return self._draw(numbers, 1.0, self.total / len(numbers), beta)
+
+    def _draw(
+        self, numbers: Array, step: float, scale: float, beta: float
+    ) -> tuple[Array, Array, Array]:
+        draw: Callable[..., tuple[Array, Array, Array]] = self._loops.draw
+        return draw(self._sums, self._starts, self._summary, numbers, step, scale, beta)
+
+
+_NO_MARKS = np.zeros(0, np.int64)

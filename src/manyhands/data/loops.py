@@ -36,11 +36,12 @@ def _fast(signature: str) -> Callable[[Any], Any]:
 # -- the sum tree: `sums` has all levels one after the other, level k from `starts[k]` on ----------
 
 
-@_fast("(f8[::1], i8[::1], f8[::1], f8, f8, f8[::1])")
+@_fast("(f8[::1], i8[::1], f8[::1], f8[::1], f8, f8, f8)")
 def draw(
-    sums: Array, starts: Array, numbers: Array, step: float, scale: float, summary: Array
-) -> tuple[Array, Array, Array]:
-    """For target b = (step·b + numbers[b])·scale: its leaf, and p / smallest p, and p / total.
+    sums: Array, starts: Array, summary: Array, numbers: Array, step: float, scale: float,
+    beta: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """For target b = (step·b + numbers[b])·scale: its leaf, (p / smallest p)^-beta, p / total.
 
     Level by level and not row by row: the rows of a batch do not depend on each other, so the
     processor gets what they need from memory at the same time. The total must not be 0.
@@ -48,7 +49,7 @@ def draw(
     count = len(numbers)
     leaves = np.zeros(count, np.int64)
     rests = np.empty(count, np.float64)
-    relative = np.empty(count, np.float64)
+    weights = np.empty(count, np.float32)
     for b in range(count):
         rests[b] = (step * b + numbers[b]) * scale
     for level in range(len(starts) - 1, -1, -1):
@@ -68,18 +69,29 @@ def draw(
             leaves[b] = WIDTH * leaves[b] + child
     for b in range(count):
         priority = sums[leaves[b]]
-        relative[b] = priority / summary[SMALLEST]
+        weights[b] = (priority / summary[SMALLEST]) ** -beta
         rests[b] = priority / summary[TOTAL]
-    return leaves, relative, rests
+    return leaves, weights, rests
 
 
-@_fast("(f8[::1], f8[::1], f8[::1], i8[::1], i8[::1], f8[::1])")
-def add_up(
-    sums: Array, largest: Array, smallest: Array, starts: Array, indices: Array, summary: Array
-) -> None:
-    """Put right what stands above those leaves, always adding in the same order."""
+@_fast("(f8[::1], i8[::1], f8[::1], f8[::1], f8[::1], i8[::1], f8[::1], i8[::1], i8[::1])")
+def put(
+    sums: Array, starts: Array, summary: Array, largest: Array, smallest: Array, indices: Array,
+    priorities: Array, marks: Array, wanted: Array,
+) -> int:  # fmt: skip
+    """Give those leaves these priorities, and put right what stands above them.
+
+    Only where marks[index] is the one wanted: how many are not? An empty `marks` asks for nothing.
+    Sums are added up always in the same order.
+    """
     count, levels = len(indices), len(starts)
     leaves = starts[1] if levels > 1 else 0  # how many there are: the others lie behind them
+    refused = 0
+    for i in range(count):
+        if len(marks) == 0 or marks[indices[i]] == wanted[i]:
+            sums[indices[i]] = priorities[i]
+        else:
+            refused += 1
     for level in range(1, levels + 1):
         shift = SHIFT * level
         below = starts[level - 1]
@@ -111,6 +123,7 @@ def add_up(
                 to = starts[level] + node
                 sums[to] = total
                 largest[to - leaves], smallest[to - leaves] = most, least
+    return refused
 
 
 # -- large rows ------------------------------------------------------------------------------------

@@ -231,12 +231,8 @@ class Proportional:
             raise ConfigError("replay: a priority (TD error) is not a finite number")
         self.take_in()  # a slot that was overwritten belongs to its new row from here on
         leaves, tickets = self._leaves(ids)
-        fresh = self._tickets.take(leaves) == tickets
-        stale = len(ids) - int(np.count_nonzero(fresh))
-        if stale:
-            leaves, priorities = leaves[fresh], priorities[fresh]
-            self.counters["stale_updates"] += stale
-        self.tree.put(leaves, self._power(priorities))
+        stale = self.tree.put_where(self._tickets, tickets, leaves, self._power(priorities))
+        self.counters["stale_updates"] += stale
         return stale
 
     def _leaves(self, ids: Array) -> tuple[Array, Array]:

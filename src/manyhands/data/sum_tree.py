@@ -101,6 +101,15 @@ class SumTree:
         else:
             self._add_up(indices)
 
+    def put_where(self, marks: Array, wanted: Array, indices: Array, priorities: Array) -> int:
+        """`put`, only where marks[index] is the one wanted [B]; how many are not."""
+        right = marks.take(indices) == wanted
+        refused = len(indices) - int(np.count_nonzero(right))
+        if refused:
+            indices, priorities = indices[right], priorities[right]
+        self.put(indices, priorities)
+        return refused
+
     def clear(self) -> None:
         self._changed = True
         for level in self._levels:
