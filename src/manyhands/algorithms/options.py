@@ -195,6 +195,8 @@ class DQNConfig(ReplayConfig):
     target_every: int = 200
     """Gradient steps between copies to the target network; 0: it moves a little after each, by
     target_tau."""
+    max_grad_norm: float = 1.0
+    """Gradients longer than this are shortened to it."""
     double: bool = True
     """The network chooses the next action and the target network values it."""
     dueling: bool = False

@@ -25,6 +25,7 @@ PACKAGES = {
     "envpool": "pip install 'manyhands[envpool]'",
     "ale_py": "pip install 'manyhands[atari]'",
     "mujoco": "pip install 'manyhands[mujoco]'",
+    "numba": "pip install 'manyhands[compiled]'",
 }
 _NEEDS = {"ray": "ray", "mpi": "mpi4py", "torch": "torch"}
 
