@@ -242,3 +242,21 @@ def test_without_numba_the_same_rows_are_drawn(monkeypatch: pytest.MonkeyPatch) 
         np.testing.assert_array_equal(ids, i)
         np.testing.assert_allclose(weights, w, rtol=1e-6)
         np.testing.assert_allclose(chances, c, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["every second", "backwards", "read-only", "a list", "a column"])
+def test_ids_come_in_any_form(kind: str) -> None:
+    replay = PrioritizedReplay(100, {"x": 0.0}, alpha=1.0, eps=0.0)
+    replay.append({"x": np.arange(20.0)}, np.ones(20))
+    ids = np.arange(20)
+    ids.flags.writeable = kind != "read-only"
+    some: Any = {
+        "every second": ids[::2], "backwards": ids[::-1], "read-only": ids, "a list": ids.tolist(),
+        "a column": ids[:, None],
+    }[kind]  # fmt: skip
+    wanted = np.ones(20)
+    wanted[np.ravel(some)] = np.arange(np.size(some)) + 2.0
+    errors = np.arange(np.size(some)) + 2.0
+    errors.flags.writeable = kind != "read-only"
+    assert replay.update_priorities(some, errors) == 0
+    assert replay._priorities.tree.values[:20].tolist() == wanted.tolist()

@@ -166,6 +166,16 @@ def test_largest_and_smallest_after_they_were_taken_away(loops: Any, size: int) 
 
 
 @BOTH
+def test_arrays_of_any_form_are_taken(loops: Any) -> None:
+    tree, values = make(40, loops), np.arange(1.0, 41.0)
+    values.flags.writeable = False
+    tree.set(np.arange(40), values)
+    tree.set(np.arange(40)[::2], values[::-2])
+    assert tree.values[::2].tolist() == values[::-2].tolist()
+    assert tree.find(np.linspace(0.0, tree.total, 9)[::-2]).tolist()[0] == 39
+
+
+@BOTH
 def test_nothing_to_set_changes_nothing(loops: Any) -> None:
     tree = make(10, loops)
     tree.set(np.array([3]), np.array([2.0]))

@@ -221,7 +221,9 @@ class Proportional:
 
     def update(self, ids: Array, priorities: Array) -> int:
         """Give rows new priorities (TD errors); how many came too late, and were dropped."""
-        ids, priorities = np.asarray(ids, np.int64), np.asarray(priorities, np.float64)
+        # A copy: somebody's ids may be every second of an array, or not to be written to, and the
+        # compiled tree takes neither.
+        ids, priorities = np.array(ids, np.int64), np.asarray(priorities, np.float64)
         if ids.ndim != 1 or priorities.ndim != 1:
             ids, priorities = ids.reshape(-1), priorities.reshape(-1)
         if len(ids) != len(priorities):

@@ -75,7 +75,7 @@ class SumTree:
     def set(self, indices: Array, priorities: Array) -> None:
         """Give `indices` [B] these priorities [B]; where an index comes twice, the last wins."""
         indices = np.array(indices, np.int64).reshape(-1)
-        priorities = np.asarray(priorities, np.float64).reshape(-1)
+        priorities = np.array(priorities, np.float64).reshape(-1)
         if len(indices) != len(priorities):
             raise ConfigError(f"sum tree: {len(indices)} indices, {len(priorities)} priorities")
         if indices.min(initial=0) < 0 or indices.max(initial=0) >= self.capacity:
