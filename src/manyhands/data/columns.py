@@ -94,10 +94,12 @@ class Pool:
     def take(self, shape: tuple[int, ...], dtype: Any) -> Array:
         if math.prod(shape) * dtype.itemsize < FRESH_BELOW:
             return np.empty(shape, dtype)
-        for array in self._arrays:
+        for i in range(len(self._arrays)):
             # Whoever has a view of it, or a view of a view, or a tensor on one, holds the array.
-            if array.shape == shape and array.dtype is dtype and getrefcount(array) == _NOBODY:
-                return array[:]
+            if _holders(self._arrays, i) == _NOBODY:
+                array = self._arrays[i]
+                if array.shape == shape and array.dtype is dtype:
+                    return array[:]
         array = np.empty(shape, dtype)  # numpy asks for huge pages
         self._arrays.append(array)
         if len(self._arrays) > self._keep:
@@ -105,4 +107,9 @@ class Pool:
         return array[:]
 
 
-_NOBODY = 3  # references to an array that nobody has: the list, the loop, the question itself
+def _holders(arrays: Sequence[Any], i: int) -> int:
+    return getrefcount(arrays[i])
+
+
+# Measured and not known: what a variable counts for differs between versions of Python.
+_NOBODY = _holders([np.empty(0)], 0)
