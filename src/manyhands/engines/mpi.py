@@ -1,7 +1,7 @@
 """Workers that `mpiexec` started: how they meet, and how they part.
 
-No end without MPI_Finalize unless by Abort: when one rank leaves without it, even with exit code
-0, MPICH's mpiexec kills the others without a word and reports success.
+No end without MPI_Finalize and then C's exit(), unless by Abort: when one rank leaves without them,
+even with exit code 0, MPICH's mpiexec kills the others, and may report success.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import io
 import os
 import signal
@@ -71,10 +72,10 @@ def main() -> NoReturn:
 
     if place.engine == "inline":
         signal.signal(signal.SIGINT, signal.default_int_handler)  # pdb wants it
-        _leave(_run_inline(program, place.size, board))
+        _leave(_run_inline(program, place.size, board), place.engine)
     if board is not None:
         board.arrive(place.rank)
-    _leave(_run_one(program, place.rank, board))
+    _leave(_run_one(program, place.rank, board), place.engine)
 
 
 def _run_one(program: Callable[[], Any], rank: int, board: Board | None) -> int:
@@ -183,11 +184,13 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise SystemExit(STOPPED)
 
 
-def _leave(code: int) -> NoReturn:
+def _leave(code: int, engine: str) -> NoReturn:
     """Leave as Python does, up to the point where only C++ destructors are left.
 
     WHY not further: torch's gloo threads abort the process now and then when they are destroyed at
     exit, which would turn a run that ended well into one that failed.
+    CRUCIAL: mpi goes further. MPICH takes its leave of mpiexec in a handler of C's `exit`, not in
+    MPI_Finalize; when the first rank goes without, mpiexec kills those that are still on their way.
     """
     # From here on there is nothing left to unwind: SIGTERM may end us at once.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -199,6 +202,8 @@ def _leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+    if engine == "mpi":
+        ctypes.PyDLL(None).exit(code)  # PyDLL keeps the interpreter's lock: no thread runs on
     os._exit(code)
 
 
