@@ -1,8 +1,6 @@
 """`python -m manyhands` is `manyhands`; so is `torchrun -m manyhands`."""
 
-import sys
-
-from manyhands.cli.main import main
+from manyhands.cli.main import start
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start()

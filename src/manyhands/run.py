@@ -7,14 +7,16 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from manyhands import roles
 from manyhands.config import Experiment, RunConfig, build, from_plain, load_toml, to_plain
-from manyhands.engines import calls, inline, stopping
+from manyhands.engines import calls, inline, joined, stopping
+from manyhands.engines.attach import attach
 from manyhands.engines.launch import Job
 from manyhands.engines.launch import run as run_job
 from manyhands.errors import ConfigError, Stopped, WorkerError
@@ -28,6 +30,11 @@ RESUME_OPTIONS = (
     "steps", "target_return", "engine", "timeout", "address", "log_every", "checkpoint_seconds",
     "tensorboard", "wandb", "quiet",
 )  # fmt: skip
+
+# What only one process may decide: the folder, and the configuration with the checkpoint to resume
+# from, or the summary of a run that has nothing left to do.
+Plan = dict[str, Any]
+Start = Callable[[dict[str, Any], dict[str, Any] | None], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ def train(algorithm: str, **options: Any) -> Result:
     Raises ConfigError with all faults of the configuration at once, before anything starts.
     """
     _not_in_a_worker("train")
-    experiment = build(algorithm, **options)
+    experiment = build(algorithm, **(joined.defaults(options.get("engine")) | options))
     check(experiment)
     return train_experiment(experiment)
 
@@ -82,12 +89,15 @@ def resume(run_dir: str | os.PathLike[str], **options: Any) -> Result:
     folder = os.path.abspath(run_dir)
     if not os.path.isfile(os.path.join(folder, "config.toml")):
         raise ConfigError(f"{folder} holds no config.toml: it is not the folder of a run")
-    experiment = _changed(load_toml(os.path.join(folder, "config.toml")), options)
+    launched = {k: v for k, v in joined.defaults(options.get("engine")).items() if k == "engine"}
+    experiment = _changed(load_toml(os.path.join(folder, "config.toml")), launched | options)
     check(experiment)
-    with RunLock(folder):
+
+    def prepare(stack: ExitStack) -> Plan:
+        stack.enter_context(RunLock(folder))
         summary = finished(folder, experiment)
         if summary is not None:
-            return Result(Path(folder), summary, worked=False)
+            return {"run_dir": folder, "finished": summary}
         swept = checkpoint.sweep(folder)
         found, damaged = checkpoint.newest(folder, tensors=False)
         notes = [f"{swept} half-written checkpoints removed"] if swept else []
@@ -97,7 +107,10 @@ def resume(run_dir: str | os.PathLike[str], **options: Any) -> Result:
         if damaged:
             notes.append(f"going back to the checkpoint at step {found.facts['env_steps']:,}")
         plain = to_plain(replace(experiment, run=replace(experiment.run, run_dir=folder)))
-        return _run(plain, {"checkpoint": str(found.path), "notes": notes})
+        resumed = {"checkpoint": str(found.path), "notes": notes}
+        return {"run_dir": folder, "plain": plain, "resumed": resumed}
+
+    return _perform(experiment.run, prepare)
 
 
 def finished(run_dir: str, experiment: Experiment) -> dict[str, Any] | None:
@@ -117,17 +130,20 @@ def finished(run_dir: str, experiment: Experiment) -> dict[str, Any] | None:
 
 def train_experiment(experiment: Experiment) -> Result:
     """Run a checked configuration on its engine."""
-    run_dir = os.path.abspath(experiment.run.run_dir or default_run_dir(experiment))
-    plain = to_plain(replace(experiment, run=replace(experiment.run, run_dir=run_dir)))
-    with RunLock(run_dir):
-        return _run(plain, None)
+
+    def prepare(stack: ExitStack) -> Plan:
+        run_dir = os.path.abspath(experiment.run.run_dir or default_run_dir(experiment))
+        stack.enter_context(RunLock(run_dir))
+        plain = to_plain(replace(experiment, run=replace(experiment.run, run_dir=run_dir)))
+        return {"run_dir": run_dir, "plain": plain, "resumed": None}
+
+    return _perform(experiment.run, prepare)
 
 
 def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -> dict[str, Any]:
     """One worker's life in a run; `resumed` names the checkpoint to go on from."""
     import torch
 
-    from manyhands.engines.attach import attach
     from manyhands.experiment.records import Records
     from manyhands.strategies import PROGRAMS, STRATEGIES, Team
 
@@ -168,49 +184,77 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
             team.collector.envs.close()
 
 
-def _run(plain: dict[str, Any], resumed: dict[str, Any] | None) -> Result:
-    """Start the workers and wait for them. Paused when a signal has ended the run."""
-    run, run_dir = from_plain(plain).run, str(plain["run"]["run_dir"])
-    try:
-        if run.engine == "inline":
-            summaries = _run_inline(plain, resumed)
-        else:
-            job = Job(
-                workers=run.workers,
-                engine=run.engine,
-                call=calls.pack(train_worker, (plain, resumed), {}),
-                timeout=run.timeout,
-                address=run.address,
-                results=True,
-                roles=_roles(run).text if run.workers > 1 else "",
-                restart=_replaceable(run),
-                graceful=True,
+def _perform(run: RunConfig, prepare: Callable[[ExitStack], Plan]) -> Result:
+    """Prepare a run and go through with it: on workers of our own, or as one of a launcher's."""
+    with ExitStack() as stack:
+        if joined.place_in(run.engine) is None:
+            plan, start = (
+                prepare(stack),
+                _start_inline if run.engine == "inline" else _start_workers,
             )
-            summaries = run_job(job)
+        else:
+            group = attach(run.timeout).group
+            plan, start = joined.main_decides(group, lambda: prepare(stack)), _join_workers
+        if "finished" in plan:
+            return Result(Path(plan["run_dir"]), plan["finished"], worked=False)
+        return _run(plan["plain"], plan["resumed"], start)
+
+
+def _run(plain: dict[str, Any], resumed: dict[str, Any] | None, start: Start) -> Result:
+    """Be or start the workers, and wait for their end. Paused when a signal has ended the run."""
+    run_dir = str(plain["run"]["run_dir"])
+    try:
+        summary = start(plain, resumed)
     except WorkerError as error:
         _record_end(plain, f"failed: {error}")
         raise
     except Stopped as stopped:
         _record_end(plain, f"stopped: {signal.Signals(stopped.number).name}")
         raise _paused(run_dir, stopped.number) from None
-    summary = summaries[0]
     if summary["exit"].startswith("stopped: "):
         number = signal.Signals[summary["exit"].removeprefix("stopped: ")]
         raise Paused(number, run_dir, summary["env_steps"])
     return Result(Path(run_dir), summary)
 
 
-def _run_inline(plain: dict[str, Any], resumed: dict[str, Any] | None) -> list[Any]:
+def _start_workers(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dict[str, Any]:
     run = from_plain(plain).run
-    with stopping.SoftStop() as soft:
-        try:
-            return inline.run(
-                lambda: train_worker(plain, resumed), run.workers, run.timeout, _roles(run)
-            )
-        except BaseException:
-            if soft.told:  # whatever it became on its way through the workers
-                raise Stopped(soft.asked) from None
-            raise
+    job = Job(
+        workers=run.workers,
+        engine=run.engine,
+        call=calls.pack(train_worker, (plain, resumed), {}),
+        timeout=run.timeout,
+        address=run.address,
+        results=True,
+        roles=_roles(run).text if run.workers > 1 else "",
+        restart=_replaceable(run),
+        graceful=True,
+    )
+    summary: dict[str, Any] = run_job(job)[0]
+    return summary
+
+
+def _start_inline(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dict[str, Any]:
+    run = from_plain(plain).run
+
+    def work() -> dict[str, Any]:
+        return train_worker(plain, resumed)
+
+    with stopping.SoftStop() as soft, soft.named():
+        summary: dict[str, Any] = inline.run(work, run.workers, run.timeout, _roles(run))[0]
+    return summary
+
+
+def _join_workers(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dict[str, Any]:
+    """This process is one worker of the run; the main worker's summary, on all."""
+    group = attach().group
+    if joined.launched_by_us():
+        summary = train_worker(plain, resumed)
+    else:
+        with stopping.SoftStop(joined=True, speaks=joined.is_main()) as soft, soft.named():
+            summary = train_worker(plain, resumed)
+    decided: dict[str, Any] = joined.main_decides(group, lambda: summary)
+    return decided
 
 
 def _roles(run: RunConfig) -> roles.Roles:

@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 from manyhands import support, validate_replay, validate_roles
 from manyhands.config import Experiment, RunConfig, hints_of, join_faults, nearest
+from manyhands.engines import joined
 from manyhands.errors import ConfigError, ManyhandsError, needs
 from manyhands.math.schedules import make_schedule
 
@@ -36,6 +37,7 @@ def check(experiment: Experiment) -> None:
 def faults(experiment: Experiment) -> list[str]:
     """Every fault of an experiment, in plain words; empty when it can start."""
     parts = (
+        _launcher_faults,
         _names_faults,
         validate_roles.faults,
         validate_replay.faults,
@@ -46,6 +48,10 @@ def faults(experiment: Experiment) -> list[str]:
         _run_dir_faults,
     )
     return [fault for part in parts for fault in part(experiment)]
+
+
+def _launcher_faults(experiment: Experiment) -> Iterator[str]:
+    yield from joined.faults(experiment.run.engine, experiment.run.workers)
 
 
 # -- names -----------------------------------------------------------------------------------------

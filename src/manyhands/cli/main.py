@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import sys
+from typing import NoReturn
 
 from manyhands import __version__
 from manyhands.errors import ConfigError, ManyhandsError, Stopped, WorkerError
@@ -46,6 +47,16 @@ def main(argv: list[str] | None = None) -> int:
         _let_go_of_closed_streams()
 
 
+def start() -> NoReturn:
+    """The command itself; under mpiexec or torchrun one worker of several that run it."""
+    code = main()
+    if not _is_worker():
+        sys.exit(code)
+    from manyhands.engines import joined
+
+    joined.leave(code)
+
+
 def _let_go_of_closed_streams() -> None:
     """Python flushes at exit, and leaves with 120 if nobody reads any more what is still there."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
@@ -62,17 +73,34 @@ def _run_and_explain(words: list[str]) -> int:
     try:
         return _answer(words)
     except ManyhandsError as error:
-        print(f"manyhands: {error}", file=sys.stderr)
+        if _is_worker() and not isinstance(error, ConfigError):
+            raise  # of this worker alone: it says who it is, and ends the others too
+        _say(f"manyhands: {error}")
         return error.exit_code if isinstance(error, WorkerError) else 2
     except (Stopped, KeyboardInterrupt) as stopped:
         number = stopped.number if isinstance(stopped, Stopped) else signal.SIGINT
-        print(f"\nmanyhands: stopped by {signal.Signals(number).name}{_how_to_go_on(stopped)}",
-              file=sys.stderr)  # fmt: skip
+        _say(f"\nmanyhands: stopped by {signal.Signals(number).name}{_how_to_go_on(stopped)}")
         return 128 + number
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`): nothing to say, and nobody to say it to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
+
+
+def _is_worker() -> bool:
+    """Whether this process has met others, which mpiexec or torchrun has started beside it."""
+    process = sys.modules.get("manyhands.engines.process")
+    return process is not None and process.current() is not None
+
+
+def _say(text: str) -> None:
+    """On standard error; once, where several workers have come to the same end."""
+    from manyhands.engines import joined
+
+    if joined.is_main():
+        print(text, file=sys.stderr)
+    elif not _is_worker():
+        joined.let_main_speak()
 
 
 def _how_to_go_on(stopped: BaseException) -> str:
@@ -113,4 +141,4 @@ def _run(command: str, argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start()

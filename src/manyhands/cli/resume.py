@@ -43,10 +43,12 @@ def main(argv: list[str]) -> int:
     run_dir = options.pop("run_dir")
 
     from manyhands import run
+    from manyhands.engines import joined
 
     result = run.resume(run_dir, **options)
     if not result.worked:
-        _say_finished(run_dir, result.summary)
+        with joined.main_speaks():
+            _say_finished(run_dir, result.summary)
     return 0
 
 

@@ -24,6 +24,7 @@ from manyhands.config import (
     options_class,
     usual,
 )
+from manyhands.engines import joined
 from manyhands.errors import ConfigError
 
 HELP = """\
@@ -78,7 +79,8 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_teach())
         raise SystemExit(0 if argv else 2)
-    experiment = parse(argv)
+    with joined.main_speaks():
+        experiment = parse(argv)
     from manyhands import validate
 
     validate.check(experiment)
@@ -115,6 +117,8 @@ def parse(argv: list[str]) -> Experiment:
     for group in dataclasses.fields(given):
         part = getattr(given, group.name)
         values |= {name: getattr(part, name) for name in names_of(type(part))}
+    if values["workers"] is None:
+        values["workers"] = joined.defaults(values["engine"]).get("workers")
     if values["workers"] is None:
         strategy = values["strategy"] or default_strategy(algorithm, os.cpu_count() or 1)
         # Those that only learn or serve come on top.
@@ -203,6 +207,9 @@ def _group(
 
 
 def _default(f: dataclasses.Field[Any], values: Any) -> Any:
+    launched = joined.defaults(None)
+    if f.name == "engine" and launched:  # a file says how it ran then
+        return launched["engine"]
     if values is not None:
         return getattr(values, f.name)
     if f.name == "workers":

@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from manyhands.engines import process
@@ -135,22 +134,6 @@ class MpiWorker(process.ProcessWorker):
         sys.stderr.flush()
         time.sleep(0.2)  # mpiexec drops what it has not read by then: half of a traceback, say
         self._mpi.COMM_WORLD.Abort(1)
-
-    def _last_words(self, kind: type[BaseException], error: BaseException,
-                    where: TracebackType | None) -> None:  # fmt: skip
-        """One worker tells the story; its Abort ends those who would tell it again."""
-        self.fail(error)
-        if isinstance(error, (CollectiveError, KeyboardInterrupt)) and self._another_speaks():
-            time.sleep(1.0)
-        super()._last_words(kind, error, where)
-
-    def _another_speaks(self) -> bool:
-        time.sleep(0.1)  # the others fail of the same thing, within a moment
-        board, me = self.board, self.place.rank
-        if board is None:
-            return me > 0
-        failed = [r for r in range(self.place.size) if r != me and board.state(r) == FAILED]
-        return any(r < me or not board.secondary(r) for r in failed)
 
     def _leave(self) -> None:
         """At exit: MPI_Finalize when all have come to their end, else Abort.

@@ -9,6 +9,7 @@ import atexit
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
@@ -69,12 +70,25 @@ class ProcessWorker(Worker):
     def _last_words(
         self, kind: type[BaseException], error: BaseException, where: TracebackType | None
     ) -> None:
-        """Uncaught exception without our own launcher: say who it was, then end all."""
+        """Uncaught exception without our own launcher: say who it was, then end all.
+
+        One worker tells the story; its end is the end of those who would tell it again.
+        """
         self.fail(error)
+        if isinstance(error, (CollectiveError, KeyboardInterrupt)) and self._another_speaks():
+            time.sleep(1.0)
         print(f"\nmanyhands: {self.place.name} (pid {os.getpid()}) failed:", file=sys.stderr)
         self._previous_hook(kind, error, where)
         sys.stderr.flush()
         self.abandon()
+
+    def _another_speaks(self) -> bool:
+        time.sleep(0.1)  # the others fail of the same thing, within a moment
+        board, me = self.board, self.place.rank
+        if board is None:
+            return me > 0
+        failed = [r for r in range(self.place.size) if r != me and board.state(r) == FAILED]
+        return any(r < me or not board.secondary(r) for r in failed)
 
 
 def current() -> ProcessWorker | None:

@@ -14,6 +14,8 @@ import contextlib
 import os
 import signal
 import threading
+import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -22,6 +24,7 @@ from manyhands.engines.shared import Board
 from manyhands.errors import Stopped
 
 SECONDS = 20.0  # from asking to telling; SLURM gives 30 between SIGTERM and SIGKILL
+ECHO_SECONDS = 1.0  # within which another launcher hands on what a terminal sent already
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOPPED = 128 + signal.SIGTERM
 
@@ -66,13 +69,23 @@ class SoftStop:
 
     Without a board the word stays in this process. Outside the main thread, where Python hands out
     no signals, it does nothing. `through_ray`: SystemExit is raised instead, because Ray's own code
-    lets nothing else through.
+    lets nothing else through. `joined`: in a worker of mpiexec or torchrun, which hand a terminal's
+    Ctrl-C on, so that it comes twice; only the main worker (`speaks`) answers in words.
     """
 
-    def __init__(self, board: Board | None = None, *, through_ray: bool = False) -> None:
+    def __init__(
+        self,
+        board: Board | None = None,
+        *,
+        through_ray: bool = False,
+        joined: bool = False,
+        speaks: bool = True,
+    ) -> None:
         self.asked = 0
         self.told = False
         self._board, self._through_ray = board, through_ray
+        self._echo, self._speaks = ECHO_SECONDS if joined else 0.0, speaks
+        self._asked_at = 0.0
         self._handlers: dict[int, Any] = {}
         self._timer: threading.Timer | None = None
         self._open = False
@@ -95,8 +108,20 @@ class SoftStop:
                 signal.signal(number, handler)
         _asked_here[0] = 0
 
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Stopped for whatever it became on its way through the workers of this process."""
+        try:
+            yield
+        except BaseException:
+            if self.told:
+                raise Stopped(self.asked) from None
+            raise
+
     def _answer(self, number: int, frame: FrameType | None) -> None:
         first, self.asked = self.asked, self.asked or number
+        if first and time.monotonic() - self._asked_at < self._echo:
+            return
         if first or not self._open:
             self.told = True
             raise SystemExit(128 + self.asked) if self._through_ray else Stopped(self.asked)
@@ -104,8 +129,10 @@ class SoftStop:
             self._board.ask_stop(number)
         else:
             _asked_here[0] = number
+        self._asked_at = time.monotonic()
         again = "; press again to stop now" if number == signal.SIGINT else ""
-        _say(f"{signal.Signals(number).name}: ends this update and saves{again}")
+        if self._speaks:
+            _say(f"{signal.Signals(number).name}: ends this update and saves{again}")
         self._timer = threading.Timer(SECONDS, self._strike)
         self._timer.daemon = True
         self._timer.start()

@@ -72,10 +72,10 @@ def main() -> NoReturn:
 
     if place.engine == "inline":
         signal.signal(signal.SIGINT, signal.default_int_handler)  # pdb wants it
-        _leave(_run_inline(program, place.size, board), place.engine)
+        leave(_run_inline(program, place.size, board), place.engine)
     if board is not None:
         board.arrive(place.rank)
-    _leave(_run_one(program, place.rank, board), place.engine)
+    leave(_run_one(program, place.rank, board), place.engine)
 
 
 def _run_one(program: Callable[[], Any], rank: int, board: Board | None) -> int:
@@ -184,7 +184,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise SystemExit(STOPPED)
 
 
-def _leave(code: int, engine: str) -> NoReturn:
+def leave(code: int, engine: str) -> NoReturn:
     """Leave as Python does, up to the point where only C++ destructors are left.
 
     WHY not further: torch's gloo threads abort the process now and then when they are destroyed at

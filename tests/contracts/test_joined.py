@@ -1,0 +1,173 @@
+"""`mpiexec -n 2 manyhands train`, also with `torchrun -m` and `srun`: one run on two workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from manyhands.engines import joined
+from manyhands.errors import ConfigError
+from manyhands.run import train
+
+pytestmark = [pytest.mark.usefixtures("nothing_left")]
+
+BIN = Path(sys.executable).parent
+TRAIN = ["train", "ppo", "--env", "CartPole-v1", "--seed", "3", "--num-envs", "4",
+         "--rollout-length", "32", "--minibatch", "64", "--steps", "256",
+         "--no-tensorboard"]  # fmt: skip
+MPIEXEC = [str(BIN / "mpiexec"), "-n", "2", sys.executable, "-m", "manyhands"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            "-m", "manyhands"]  # fmt: skip
+LAUNCHERS = [
+    pytest.param("mpiexec", "mpi", id="mpiexec", marks=pytest.mark.mpi),
+    pytest.param("torchrun", "torch", id="torchrun"),
+    pytest.param("srun", "torch", id="srun"),
+]
+
+
+def start(launcher: str, words: list[str]) -> list[subprocess.Popen[str]]:
+    """The processes that stand for one launch."""
+    if launcher != "srun":
+        command = MPIEXEC if launcher == "mpiexec" else TORCHRUN
+        return [_process([*command, *words], {})]
+    # SLURM itself is not here; srun sets these for each task of a step.
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_ID": "77",
+            "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": socket.gethostname(),
+            "MASTER_PORT": port}  # fmt: skip
+    command = [sys.executable, "-m", "manyhands", *words]
+    return [
+        _process(command, step | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)})
+        for r in range(2)
+    ]
+
+
+def _process(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        env=os.environ | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(processes: list[subprocess.Popen[str]]) -> tuple[int, str]:
+    """(the worst exit code, everything that was printed)"""
+    texts = []
+    for process in processes:
+        try:
+            texts.append(process.communicate(timeout=100)[0])
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise AssertionError(f"still running: {process.communicate()[0]}") from None
+    return max(p.returncode for p in processes), "".join(texts)
+
+
+def policy(folder: Path) -> bytes:
+    return (folder / "policy.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("launcher", "engine"), LAUNCHERS)
+def test_a_launchers_workers_make_one_run(launcher: str, engine: str, tmp_path: Path) -> None:
+    code, said = end(start(launcher, [*TRAIN, "--run-dir", str(tmp_path / "joined")]))
+    assert code == 0, said
+    assert said.count("training     ppo") == 1, said
+    assert f"2, allreduce on the {engine} engine" in said
+    summary = json.loads((tmp_path / "joined" / "summary.json").read_text())
+    assert (summary["workers"], summary["engine"]) == (2, engine)
+    assert summary["env_steps"] == 256
+    assert not (tmp_path / "joined" / ".lock").exists()
+    own = train("ppo", env="CartPole-v1", seed=3, num_envs=4, rollout_length=32, minibatch=64,
+                steps=256, tensorboard=False, engine=engine, workers=2, quiet=True,
+                run_dir=str(tmp_path / "own"))  # fmt: skip
+    assert policy(tmp_path / "joined") == policy(own.run_dir)
+
+    # The engine is the launcher's, also where the run began on another.
+    code, said = end(start(launcher, ["resume", str(tmp_path / "joined"), "--steps", "384"]))
+    assert code == 0, said
+    assert json.loads((tmp_path / "joined" / "summary.json").read_text())["env_steps"] == 384
+
+
+@pytest.mark.parametrize(("launcher", "engine"), LAUNCHERS)
+def test_another_number_of_workers_is_one_error(launcher: str, engine: str, tmp_path: Path) -> None:
+    words = [*TRAIN, "--workers", "4", "--run-dir", str(tmp_path / "run")]
+    code, said = end(start(launcher, words))
+    assert code != 0
+    assert said.count(f"{launcher} has started 2 workers, and --workers says 4") == 1, said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.mpi
+def test_another_engine_is_one_error_but_for_inline(tmp_path: Path) -> None:
+    code, said = end(start("mpiexec", [*TRAIN, "--engine", "torch"]))
+    assert code == 2, said
+    assert said.count("2 workers of the mpi engine, and --engine says torch") == 1, said
+    # Runs of their own under one mpiexec, as a job array has them: what two of them may not share
+    # is their folder.
+    words = ["train", "ppo", "--env", "CartPole-v1", "--engine", "inline", "--workers", "1",
+             "--steps", "2048", "--run-dir", str(tmp_path / "run")]  # fmt: skip
+    code, said = end(start("mpiexec", words))
+    assert code == 2, said
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["workers"] == 1
+    code, said = end(start("mpiexec", [*TRAIN, "--run-dir", str(tmp_path / "run")]))
+    assert code == 2, said
+    assert said.count("already holds a run") == 1, said
+
+
+@pytest.mark.parametrize(("launcher", "engine"), LAUNCHERS[:2])
+def test_ctrl_c_saves_and_says_so_once(launcher: str, engine: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = [*TRAIN[:-3], "--steps", "50000000", "--no-tensorboard", "--run-dir", str(folder)]
+    (process,) = start(launcher, words)
+    deadline = time.monotonic() + 60
+    while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").stat().st_size:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all of them
+    code, said = end([process])
+    assert code != 0
+    assert said.count("SIGINT: ends this update and saves") == 1, said
+    assert said.count("To go on, type: manyhands resume") == 1, said
+    assert json.loads((folder / "summary.json").read_text())["exit"] == "stopped: SIGINT"
+
+
+def test_alone_under_a_launcher_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun -n 1 manyhands train --workers 8` starts its own eight."""
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert joined.place_in("local") is None
+    assert joined.is_main()
+    assert list(joined.faults("local", 8)) == []
+
+
+@pytest.mark.parametrize(
+    ("env", "name", "engine"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "torchrun", "torch"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "mpiexec", "mpi"),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "mpiexec", "mpi"),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "srun", "torch"),
+    ],
+)
+def test_what_was_started_decides_what_was_not_typed(
+    env: dict[str, str], name: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    assert joined.defaults(None) == {"engine": engine, "workers": 2}
+    assert joined.defaults("inline") == {}
+    assert not joined.is_main()
+    with pytest.raises(ConfigError, match=f"{name} has started 2 workers, and --workers says 3"):
+        train("ppo", env="CartPole-v1", workers=3, num_envs=6)
