@@ -12,11 +12,11 @@ from gymnasium.spaces import Box, Discrete
 
 from manyhands.algorithms.base import Alone
 from manyhands.algorithms.dqn import DQN
-from manyhands.algorithms.off_policy import huber
 from manyhands.algorithms.options import DQNConfig
 from manyhands.data.exploration import annealed, epsilon_greedy, ladder
 from manyhands.data.n_step import NStep
 from manyhands.data.noise import EnvNoise
+from manyhands.math import losses
 from manyhands.networks.q import build_q_network
 
 SPACE = Box(-1.0, 1.0, (4,), np.float32)
@@ -123,11 +123,11 @@ def test_an_actors_own_errors_need_no_target() -> None:
 
 def test_huber_and_its_slope() -> None:
     x = np.array([-3.0, -1.0, -0.2, 0.0, 0.5, 2.0])
-    loss, slope = huber(x, 1.0)
+    loss, slope = losses.huber_slope(x, 1.0)
     assert np.allclose(loss, [2.5, 0.5, 0.02, 0.0, 0.125, 1.5])
-    nearby = (huber(x + 1e-6, 1.0)[0] - huber(x - 1e-6, 1.0)[0]) / 2e-6
+    nearby = (losses.huber_slope(x + 1e-6, 1.0)[0] - losses.huber_slope(x - 1e-6, 1.0)[0]) / 2e-6
     assert np.allclose(slope, nearby, atol=1e-5)
-    assert np.allclose(huber(x, 0.0)[0], 0.5 * x**2)
+    assert np.allclose(losses.huber_slope(x, 0.0)[0], 0.5 * x**2)
 
 
 def test_rows_without_weight_change_nothing() -> None:

@@ -1,7 +1,8 @@
-"""Losses against loops over rows, and the servo against hand values."""
+"""The losses that train, against loops over rows; their slopes against finite differences."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,34 +11,75 @@ from hypothesis import strategies as st
 from manyhands.errors import ConfigError
 from manyhands.math import losses
 
+ROWS = 50
+
 
 @pytest.fixture
 def rows():
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(4, 50, dtype=torch.float64, generator=generator)
+    return np.random.default_rng(0).standard_normal((4, ROWS))
 
 
-def test_clipped_policy_loss_row_by_row(rows):
-    logp, behaviour, advantages, _ = rows
-    total, clipped, kl = 0.0, 0, 0.0
-    for new, old, advantage in zip(
-        *(x.tolist() for x in (logp, behaviour, advantages)), strict=True
-    ):
+def each(*columns):
+    return zip(*(x.tolist() for x in columns), strict=True)
+
+
+def tensors(*columns):
+    return [torch.from_numpy(x) for x in columns]
+
+
+def slope_of(function, x, step=1e-6):
+    """∂f/∂x_i of a function of one column, by central differences."""
+    found = np.zeros_like(x)
+    for i in range(len(x)):
+        up, down = x.copy(), x.copy()
+        up[i] += step
+        down[i] -= step
+        found[i] = (function(up) - function(down)) / (2 * step)
+    return found
+
+
+# -- slow references, from the equations -----------------------------------------------------------
+
+
+def slow_clipped(logp, behaviour, advantages, clip):
+    """(−Σ min(ρA, clip(ρ) A), Σ ρ − 1 − log ρ, rows outside the range)"""
+    total, kl, clipped = 0.0, 0.0, 0
+    for new, old, advantage in each(logp, behaviour, advantages):
         ratio = math.exp(new - old)
-        total += min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
-        clipped += abs(ratio - 1) > 0.2
+        total -= min(ratio * advantage, min(max(ratio, 1 - clip), 1 + clip) * advantage)
         kl += ratio - 1 - (new - old)
-    found = losses.clipped_policy_loss(logp, behaviour, advantages, clip=0.2)
-    assert found.loss.item() == pytest.approx(-total / 50)
-    assert found.clip_fraction.item() == pytest.approx(clipped / 50)
-    assert found.approx_kl.item() == pytest.approx(kl / 50)
+        clipped += abs(ratio - 1) > clip
+    return total, kl, clipped
 
 
-def test_policy_loss_without_a_clip(rows):
+def slow_policy_gradient(logp, advantages):
+    return -sum(new * advantage for new, advantage in each(logp, advantages))
+
+
+def slow_squares(values, targets, weights):
+    return sum(w * (v - r) ** 2 for v, r, w in each(values, targets, weights))
+
+
+def slow_huber(errors, kappa):
+    total = 0.0
+    for error in errors.tolist():
+        far = kappa > 0 and abs(error) > kappa
+        total += kappa * (abs(error) - 0.5 * kappa) if far else 0.5 * error * error
+    return total
+
+
+# -- values and slopes -----------------------------------------------------------------------------
+
+
+def test_clipped_surrogate(rows):
     logp, behaviour, advantages, _ = rows
-    found = losses.policy_loss(logp, behaviour, advantages)
-    torch.testing.assert_close(found.loss, -((logp - behaviour).exp() * advantages).mean())
-    assert found.clip_fraction.item() == 0.0
+    want = slow_clipped(logp, behaviour, advantages, 0.2)
+    found = losses.clipped_surrogate(*tensors(logp, behaviour, advantages), clip=0.2)
+    assert [float(x) for x in found] == pytest.approx(want)
+    fast, slope = losses.clipped_surrogate_slope(logp, behaviour, advantages, clip=0.2)
+    assert list(fast) == pytest.approx(want)
+    numeric = slope_of(lambda x: slow_clipped(x, behaviour, advantages, 0.2)[0], logp)
+    np.testing.assert_allclose(slope, numeric, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -45,18 +87,37 @@ def test_policy_loss_without_a_clip(rows):
 )
 def test_the_clip_stops_only_gains(shift, advantage, moves):
     logp = torch.tensor([float(shift)], requires_grad=True)
-    old = torch.zeros(1)
-    losses.clipped_policy_loss(logp, old, torch.tensor([float(advantage)]), 0.2).loss.backward()
+    gain = torch.tensor([float(advantage)])
+    losses.clipped_surrogate(logp, torch.zeros(1), gain, 0.2).loss.backward()
     assert bool(logp.grad.abs().item() > 0) is moves
+    _, slope = losses.clipped_surrogate_slope(logp.detach().numpy(), np.zeros(1), gain.numpy(), 0.2)
+    assert bool(abs(slope.item()) > 0) is moves
 
 
-def test_at_the_old_policy_both_policy_losses_have_the_policy_gradient(rows):
-    _, start, advantages, _ = rows
+def test_penalised_surrogate(rows):
+    logp, behaviour, advantages, kl = rows
+    want = sum(
+        -math.exp(new - old) * advantage + 0.7 * far
+        for new, old, advantage, far in each(logp, behaviour, advantages, kl)
+    )
+    found = losses.penalised_surrogate(*tensors(logp, behaviour, advantages, kl), weight=0.7)
+    assert found.item() == pytest.approx(want)
+
+
+def test_importance_is_what_trpo_raises(rows):
+    logp, behaviour, advantages, _ = rows
+    want = [math.exp(new - old) * gain for new, old, gain in each(logp, behaviour, advantages)]
+    found = losses.importance(*tensors(logp, behaviour, advantages))
+    assert found.tolist() == pytest.approx(want)
+
+
+def test_at_the_old_policy_all_policy_losses_have_the_policy_gradient(rows):
+    _, start, advantages, _ = tensors(*rows)
     gradients = []
     for loss in (
-        lambda x: losses.clipped_policy_loss(x, start, advantages, 0.2).loss,
-        lambda x: losses.policy_loss(x, start, advantages).loss,
-        lambda x: losses.policy_gradient_loss(x, advantages),
+        lambda x: losses.clipped_surrogate(x, start, advantages, 0.2).loss,
+        lambda x: -losses.importance(x, start, advantages).sum(),
+        lambda x: losses.policy_gradient(x, advantages),
     ):
         x = start.clone().requires_grad_()
         gradients.append(torch.autograd.grad(loss(x), x)[0])
@@ -64,56 +125,59 @@ def test_at_the_old_policy_both_policy_losses_have_the_policy_gradient(rows):
     torch.testing.assert_close(gradients[0], gradients[2])
 
 
-def test_policy_gradient_loss_holds_advantages_fixed():
+def test_policy_gradient(rows):
+    logp, advantages, _, _ = rows
+    want = slow_policy_gradient(logp, advantages)
+    assert losses.policy_gradient(*tensors(logp, advantages)).item() == pytest.approx(want)
+    fast, slope = losses.policy_gradient_slope(logp, advantages)
+    assert fast == pytest.approx(want)
+    numeric = slope_of(lambda x: slow_policy_gradient(x, advantages), logp)
+    np.testing.assert_allclose(slope, numeric, atol=1e-6)
+
+
+def test_policy_gradient_holds_advantages_fixed():
     advantages = torch.ones(3, requires_grad=True)
-    assert not losses.policy_gradient_loss(torch.zeros(3), advantages).requires_grad
+    assert not losses.policy_gradient(torch.zeros(3), advantages).requires_grad
 
 
-def test_value_losses_row_by_row(rows):
-    values, old, returns, _ = rows
-    plain = clipped = 0.0
-    for v, o, r in zip(*(x.tolist() for x in (values, old, returns)), strict=True):
-        plain += 0.5 * (v - r) ** 2
-        near = o + min(max(v - o, -0.3), 0.3)
-        clipped += 0.5 * max((v - r) ** 2, (near - r) ** 2)
-    assert losses.value_loss(values, returns).item() == pytest.approx(plain / 50)
-    found = losses.clipped_value_loss(values, old, returns, 0.3)
-    assert found.item() == pytest.approx(clipped / 50)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_squares(rows, weighted):
+    values, targets, draws, _ = rows
+    weights = (draws > 0).astype(float) if weighted else np.ones(ROWS)
+    given = weights if weighted else None
+    want = slow_squares(values, targets, weights)
+    in_torch = None if given is None else torch.from_numpy(given)
+    assert losses.squares(*tensors(values, targets), in_torch).item() == pytest.approx(want)
+    fast, slope = losses.squares_slope(values, targets, given)
+    assert fast == pytest.approx(want)
+    numeric = slope_of(lambda x: slow_squares(x, targets, weights), values)
+    np.testing.assert_allclose(slope, numeric, atol=1e-6)
+
+
+@pytest.mark.parametrize("kappa", [0.0, 0.3, 1.0, 10.0])
+def test_huber(rows, kappa):
+    errors = 2 * rows[0]
+    want = slow_huber(errors, kappa)
+    assert losses.huber(torch.from_numpy(errors), kappa).sum().item() == pytest.approx(want)
+    fast, slope = losses.huber_slope(errors, kappa)
+    assert fast.sum() == pytest.approx(want)
+    numeric = slope_of(lambda x: slow_huber(x, kappa), errors)
+    np.testing.assert_allclose(slope, numeric, atol=1e-6)
 
 
 def test_columns_against_rows_are_refused():
     row, matrix = torch.zeros(5), torch.zeros(5, 1)
     for call in (
-        lambda: losses.value_loss(row, matrix),
-        lambda: losses.clipped_value_loss(row, row, matrix, 0.2),
-        lambda: losses.clipped_policy_loss(row, row, matrix, 0.2),
-        lambda: losses.policy_gradient_loss(row, matrix),
-        lambda: losses.explained_variance(row, matrix),
+        lambda: losses.squares(row, matrix),
+        lambda: losses.clipped_surrogate(row, row, matrix, 0.2),
+        lambda: losses.importance(row, matrix, row),
+        lambda: losses.policy_gradient(row, matrix),
     ):
-        with pytest.raises(ConfigError, match=r"\(5,\).*\(5, 1\)"):
+        with pytest.raises(ConfigError, match=r"\(5,\).*\(5, 1\)|\(5, 1\)"):
             call()
 
 
-def test_entropy_loss_explores_and_refuses_a_wrong_sign():
-    assert losses.entropy_loss(torch.tensor([1.0, 3.0]), 0.5).item() == -1.0
-    with pytest.raises(ConfigError, match=r"give 0\.01"):
-        losses.entropy_loss(torch.ones(1), -0.01)
-
-
-def test_normalise_takes_mean_and_std_by_name():
-    x = torch.tensor([1.0, 3.0, 8.0])
-    std, mean = torch.std_mean(x, correction=0)
-    found = losses.normalise(x, mean=mean.item(), std=std.item())
-    assert found.mean().item() == pytest.approx(0, abs=1e-6)
-    assert found.std(correction=0).item() == pytest.approx(1, abs=1e-6)
-    assert losses.normalise(torch.ones(4), mean=1.0, std=0.0).tolist() == [0, 0, 0, 0]
-
-
-def test_kl_penalty_is_linear_up_to_twice_the_target_then_a_wall():
-    low, high = torch.tensor([0.01, 0.03]), torch.tensor([0.1, 0.1])
-    assert losses.kl_penalty(low, 2.0, target=0.01).item() == pytest.approx(0.04)
-    want = 2.0 * 0.1 + 50 * (0.1 - 0.02) ** 2
-    assert losses.kl_penalty(high, 2.0, target=0.01).item() == pytest.approx(want)
+# -- the servo -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,10 +201,3 @@ def test_servo_finds_the_coefficient_that_meets_the_target():
     for _ in range(30):  # a world in which KL = 1 / β
         beta = losses.adapt_kl_coefficient(beta, 1.0 / beta, target=0.01)
     assert 1 / 1.5 <= (1.0 / beta) / 0.01 <= 1.5
-
-
-def test_explained_variance():
-    returns = torch.tensor([1.0, 2.0, 3.0])
-    assert losses.explained_variance(returns, returns).item() == 1.0
-    assert losses.explained_variance(torch.zeros(3), returns).item() == 0.0
-    assert losses.explained_variance(returns, torch.ones(3)).item() == 0.0

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import ConfigError
-from manyhands.math.returns import discounted_sums, gae, n_step, n_step_returns, next_values_of
+from manyhands.math.returns import gae
 
 
 def column(*numbers):
@@ -70,15 +70,6 @@ def test_gae_is_the_sum_of_the_paper(rollout, gamma, lam):
     np.testing.assert_allclose(returns, advantages + rollout[1])
 
 
-@settings(max_examples=60, deadline=None)
-@given(rollouts(), unit, st.integers(1, 20))
-def test_n_step_returns_are_the_sum_of_the_equation(rollout, gamma, n):
-    rewards, _, after, terminated, truncated = rollout
-    found = n_step_returns(rewards, after, terminated, truncated, gamma=gamma, n=n)
-    slow = slow_n_step(rewards, after, terminated, truncated, gamma, n)
-    np.testing.assert_allclose(found, slow, atol=1e-10)
-
-
 @settings(max_examples=30, deadline=None)
 @given(rollouts(), unit)
 def test_gae_with_lambda_one_is_the_longest_n_step_return(rollout, gamma):
@@ -86,7 +77,7 @@ def test_gae_with_lambda_one_is_the_longest_n_step_return(rollout, gamma):
     inside = ~(terminated | truncated)[:-1]  # there the sum telescopes: V(s'_t) is V(s_{t+1})
     after[:-1][inside] = values[1:][inside]
     returns = gae(*rollout, gamma=gamma, lam=1.0).returns
-    longest = n_step_returns(rewards, after, terminated, truncated, gamma=gamma, n=len(rewards))
+    longest = slow_n_step(rewards, after, terminated, truncated, gamma, len(rewards))
     np.testing.assert_allclose(returns, longest, atol=1e-9)
 
 
@@ -127,8 +118,6 @@ def test_nothing_of_the_next_episode_leaks_into_the_one_before(end):
 def test_a_value_that_is_not_finite_after_a_termination_does_no_harm():
     args = column(1.0), column(0.0), column(np.inf)
     assert gae(*args, flags(1), flags(0), gamma=0.9, lam=0.9).returns.item() == 1.0
-    found = n_step_returns(args[0], args[2], flags(1), flags(0), gamma=0.9, n=3)
-    assert found.item() == 1.0
 
 
 def test_flags_may_be_bytes():
@@ -159,34 +148,7 @@ def test_columns_do_not_depend_on_their_neighbours():
     np.testing.assert_array_equal(whole[:, 4:], half)
 
 
-def test_n_step_parts_by_hand():
-    rewards = column(1, 2, 4, 8, 16)
-    parts = n_step(rewards, flags(0, 1, 0, 0, 0), flags(0, 0, 0, 1, 0), gamma=0.5, n=3)
-    np.testing.assert_array_equal(parts.rewards, column(2, 2, 8, 8, 16))
-    np.testing.assert_array_equal(parts.lengths, column(2, 1, 2, 1, 1))
-    np.testing.assert_array_equal(parts.discounts, column(0, 0, 0.25, 0.5, 0.5))
-
-
-def test_discounted_sums():
-    np.testing.assert_array_equal(discounted_sums(column(1, 2, 4), 0.5), column(3, 4, 4))
-    np.testing.assert_array_equal(
-        discounted_sums(column(1, 2, 4), 0.5, flags(0, 1, 0)), column(2, 2, 4)
-    )
-    np.testing.assert_array_equal(discounted_sums(np.array([1, 2, 4]), 0.5), [3, 4, 4])
-
-
-def test_next_values_take_the_final_observation_where_the_clock_ended():
-    values = np.arange(6.0).reshape(3, 2)
-    truncated = np.array([[0, 1], [0, 0], [1, 0]], bool)
-    after = next_values_of(values, np.array([10.0, 11.0]), truncated, np.array([70.0, 80.0]))
-    np.testing.assert_array_equal(after, [[2, 70], [4, 5], [80, 11]])
-    with pytest.raises(ConfigError, match="2 steps were truncated but 1 values"):
-        next_values_of(values, np.zeros(2), truncated, np.zeros(1))
-
-
 def test_shapes_that_would_broadcast_are_refused():
     a, b = np.zeros((4, 2)), np.zeros((4, 1))
     with pytest.raises(ConfigError, match=r"\(4, 2\), \(4, 1\)"):
         gae(a, b, a, a > 0, a > 0, gamma=1.0, lam=1.0)
-    with pytest.raises(ConfigError, match="n >= 1"):
-        n_step(a, a > 0, a > 0, gamma=1.0, n=0)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from manyhands.errors import ConfigError
+from manyhands.math import losses
 from manyhands.math.adam import Adam, clip_by_norm_
 from manyhands.math.densities import for_head
-from manyhands.math.losses import clipped_policy_loss, entropy_loss, value_loss
 from manyhands.networks.build import ActorCritic, build_actor_critic
 from manyhands.networks.fast import FastActor
 from manyhands.networks.flat import FlatParameters
@@ -335,9 +335,9 @@ def test_whole_ppo_steps_equal_those_of_torch(actions):
         outputs, values = twin(torch.as_tensor(observations))
         logp = twin.head.log_prob(outputs, torch.as_tensor(action))
         tensors = [torch.as_tensor(x) for x in (behaviour, advantages, returns)]
-        loss = clipped_policy_loss(logp, tensors[0], tensors[1], clip).loss
-        loss = loss + 0.5 * value_loss(values, tensors[2])
-        loss = loss + entropy_loss(twin.head.entropy(outputs), 0.01)
+        loss = losses.clipped_surrogate(logp, tensors[0], tensors[1], clip).loss
+        loss = loss + 0.25 * losses.squares(values, tensors[2])
+        loss = (loss - 0.01 * twin.head.entropy(outputs).sum()) / rows
         theirs.zero_grad()
         loss.backward()
         expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)

@@ -10,7 +10,6 @@ normalised over the rows of all workers. With `--strategy gradient_server` it is
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from manyhands.algorithms.base import (
@@ -19,18 +18,17 @@ from manyhands.algorithms.base import (
     Batch,
     Info,
     PolicyGradient,
-    Signals,
     explained_variance,
     normalised,
 )
 from manyhands.algorithms.options import A2CConfig
+from manyhands.math import losses
 from manyhands.math.schedules import make_schedule
 from manyhands.trees import Array
 
 
 class A2C(PolicyGradient):
     name = "a2c"
-    stats = ("policy_loss", "value_loss", "entropy")
     options: A2CConfig
 
     def update(self, batch: Batch, across: Across, progress: float) -> Info:
@@ -57,22 +55,11 @@ class A2C(PolicyGradient):
         rows = max(1, len(batch["target"]))
         return [value / rows for value in self.gradient(batch, rows)]
 
-    def signals(self, logp: Array, entropy: Array, value: Array, rows: Batch) -> Signals:
-        o = self.options
-        error = value - rows["target"]
-        stats = [
-            -float(np.dot(logp, rows["advantage"])),
-            float(np.dot(error, error)),
-            float(entropy.sum()),
-        ]
-        return Signals(-rows["advantage"], -o.entropy_weight, 2 * o.value_weight * error, stats)
+    def policy_slope(self, logp: Array, rows: Batch) -> tuple[float, Array, list[float]]:
+        return *losses.policy_gradient_slope(logp, rows["advantage"]), []
 
-    def loss(
-        self, parameters: torch.Tensor, value: torch.Tensor, rows: Batch
+    def policy_loss(
+        self, parameters: torch.Tensor, rows: Batch
     ) -> tuple[torch.Tensor, list[float]]:
-        o, head = self.options, self.model.head
-        policy = -(head.log_prob(parameters, rows["action"]) * rows["advantage"]).sum()
-        squares = (value - rows["target"]).square().sum()
-        entropy = head.entropy(parameters).sum()
-        total = policy + o.value_weight * squares - o.entropy_weight * entropy
-        return total, [policy.item(), squares.item(), entropy.item()]
+        logp = self.model.head.log_prob(parameters, rows["action"])
+        return losses.policy_gradient(logp, rows["advantage"]), []

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 
 from manyhands.algorithms.base import Batch, Info, to_tensor
-from manyhands.algorithms.off_policy import OffPolicy, huber, torch_huber
+from manyhands.algorithms.off_policy import OffPolicy
 from manyhands.algorithms.options import DDPGConfig
 from manyhands.data.exploration import ActionNoise
 from manyhands.data.noise import EnvNoise
 from manyhands.data.rollout import Obs
+from manyhands.math import losses
 from manyhands.math.adam import Adam
 from manyhands.math.schedules import make_schedule
 from manyhands.networks.flat import FlatParameters
@@ -95,7 +96,7 @@ class DDPG(OffPolicy):
         obs = rows["obs"]
         q = net.q_forward(obs, _flat(rows["action"]))
         self.errors = q - y
-        loss, slope = huber(self.errors, self.options.huber)
+        loss, slope = losses.huber_slope(self.errors, self.options.huber)
         net.q_backward(rows["weight"] * slope)
         climbed = net.climb(obs)
         return self._sums(float(np.dot(rows["weight"], loss)), q, climbed)
@@ -109,7 +110,7 @@ class DDPG(OffPolicy):
         self.flat.grad[self.of_critic].zero_()  # the critic is climbed, not moved
         q = model.q(there["obs"], there["action"])
         error = q - torch.as_tensor(y, device=self.device)
-        total = (there["weight"] * torch_huber(error, self.options.huber)).sum()
+        total = (there["weight"] * losses.huber(error, self.options.huber)).sum()
         total.backward()
         self.errors = error.detach().cpu().numpy()
         return self._sums(total.item(), q.detach().cpu().numpy(), float(value.sum().detach()))

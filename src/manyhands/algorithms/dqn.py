@@ -19,11 +19,12 @@ import numpy as np
 import torch
 
 from manyhands.algorithms.base import Batch, Info, to_tensor
-from manyhands.algorithms.off_policy import OffPolicy, huber, torch_huber
+from manyhands.algorithms.off_policy import OffPolicy
 from manyhands.algorithms.options import DQNConfig
 from manyhands.data.exploration import annealed, epsilon_greedy, ladder
 from manyhands.data.noise import EnvNoise
 from manyhands.data.rollout import Obs
+from manyhands.math import losses
 from manyhands.math.schedules import make_schedule
 from manyhands.networks.flat import FlatParameters
 from manyhands.networks.numpy_mlp import NumpyMLP
@@ -84,7 +85,7 @@ class DQN(OffPolicy):
         at = np.arange(len(q)), rows["action"]
         taken = q[at]
         self.errors = taken - y
-        loss, slope = huber(self.errors, self.options.huber)
+        loss, slope = losses.huber_slope(self.errors, self.options.huber)
         d_q = np.zeros_like(q)
         d_q[at] = rows["weight"] * slope
         self._numpy.backward(d_q)
@@ -95,7 +96,7 @@ class DQN(OffPolicy):
         there = {k: to_tensor(rows[k], self.device) for k in ("obs", "action", "weight")}
         taken = self.model(there["obs"]).gather(1, there["action"].long()[:, None])[:, 0]
         error = taken - torch.as_tensor(y, device=self.device)
-        total = (there["weight"] * torch_huber(error, self.options.huber)).sum()
+        total = (there["weight"] * losses.huber(error, self.options.huber)).sum()
         total.backward()
         self.errors = error.detach().cpu().numpy()
         return self._sums(total.item(), taken.detach().cpu().numpy())

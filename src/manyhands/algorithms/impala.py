@@ -24,12 +24,12 @@ from manyhands.algorithms.base import (
     Batch,
     Info,
     PolicyGradient,
-    Signals,
     to_tensor,
 )
 from manyhands.algorithms.options import IMPALAConfig
 from manyhands.data.rollout import Obs, Rollout
 from manyhands.data.unroll import Unroll
+from manyhands.math import losses
 from manyhands.math.schedules import make_schedule
 from manyhands.math.vtrace import vtrace
 from manyhands.networks.lstm import RecurrentActor, RecurrentActorCritic
@@ -38,7 +38,7 @@ from manyhands.trees import Array
 
 class IMPALA(PolicyGradient):
     name = "impala"
-    stats = ("policy_loss", "value_loss", "entropy", "rho")
+    stats = (*PolicyGradient.stats, "rho")
     options: IMPALAConfig
 
     def __init__(self, model: Any, options: IMPALAConfig, **kwargs: Any) -> None:
@@ -79,14 +79,10 @@ class IMPALA(PolicyGradient):
         return self._gradient(rows, count, Alone())
 
     def _gradient(self, rows: Batch, count: int, across: Across) -> list[float]:
-        if self.fast is not None and self.density is not None:
-            parameters, values = self.fast.forward(rows["obs"])
-            logp, entropy, pull = self.density.log_prob_and_entropy(parameters, rows["action"])
-            after = self._edge_values(rows)
-            rows = rows | self._traced(logp, values, after, rows, across)
-            s = self.signals(logp, entropy, values, rows)
-            self.fast.backward(pull(s.logp / count, s.entropy / count), s.value / count)
-            return s.stats
+        if self.fast is not None:
+            logp, entropy, pull, values = self.see(rows)
+            rows = rows | self._traced(logp, values, self._edge_values(rows), rows, across)
+            return self.backward(logp, entropy, pull, values, rows, count)
         self.flat.zero_grad()
         on_device = {k: to_tensor(v, self.device) for k, v in rows.items() if k in _ON_DEVICE}
         parameters_t, values_t, after_t = self._forward(on_device, rows)
@@ -94,9 +90,7 @@ class IMPALA(PolicyGradient):
             logp_t = self.model.head.log_prob(parameters_t, on_device["action"])
         traced = self._traced(_numpy(logp_t), _numpy(values_t), _numpy(after_t), rows, across)
         on_device |= {k: to_tensor(v, self.device) for k, v in traced.items()}
-        total, stats = self.loss(parameters_t, values_t, on_device)
-        (total / count).backward()  # type: ignore[no-untyped-call]
-        return stats
+        return self.autograd(parameters_t, values_t, on_device, count)
 
     def _edge_values(self, rows: Batch) -> Array:
         if "next_value" in rows or len(rows["edge_row"]) == 0:
@@ -159,29 +153,16 @@ class IMPALA(PolicyGradient):
             "rho": rho,
         }
 
-    def signals(self, logp: Array, entropy: Array, value: Array, rows: Batch) -> Signals:
-        o, weight = self.options, rows["weight"]
-        error = (value - rows["target"]) * weight
-        stats = [
-            -float(np.dot(logp, rows["advantage"])),
-            float(np.dot(error, error)),
-            float(np.dot(entropy, weight)),
-            float(np.dot(rows["rho"], weight)),
-        ]
-        return Signals(
-            -rows["advantage"], -o.entropy_weight * weight, 2 * o.value_weight * error, stats
-        )
+    def policy_slope(self, logp: Array, rows: Batch) -> tuple[float, Array, list[float]]:
+        loss, slope = losses.policy_gradient_slope(logp, rows["advantage"])
+        return loss, slope, [float(np.dot(rows["rho"], rows["weight"]))]
 
-    def loss(
-        self, parameters: torch.Tensor, value: torch.Tensor, rows: Batch
+    def policy_loss(
+        self, parameters: torch.Tensor, rows: Batch
     ) -> tuple[torch.Tensor, list[float]]:
-        o, head, weight = self.options, self.model.head, rows["weight"]
-        policy = -(head.log_prob(parameters, rows["action"]) * rows["advantage"]).sum()
-        squares = ((value - rows["target"]).square() * weight).sum()
-        entropy = (head.entropy(parameters) * weight).sum()
-        total = policy + o.value_weight * squares - o.entropy_weight * entropy
-        rho = (rows["rho"] * weight).sum()
-        return total, [policy.item(), squares.item(), entropy.item(), rho.item()]
+        logp = self.model.head.log_prob(parameters, rows["action"])
+        loss = losses.policy_gradient(logp, rows["advantage"])
+        return loss, [(rows["rho"] * rows["weight"]).sum().item()]
 
 
 def normalised_under(rho: Array, advantage: Array, across: Across) -> Array:

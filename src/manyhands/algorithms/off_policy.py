@@ -161,18 +161,3 @@ class OffPolicy(Algorithm):
     def restart_target(self) -> None:
         """Where only weights are known: the target begins as a copy of them."""
         self.target_flat.data.copy_(self.flat.data)
-
-
-def huber(error: Array, kappa: float) -> tuple[Array, Array]:
-    """(loss, slope) of ½ δ² up to κ, then a straight line; κ = 0: the square everywhere."""
-    if kappa <= 0.0:
-        return 0.5 * error * error, error
-    slope = np.clip(error, -kappa, kappa)
-    return slope * (error - 0.5 * slope), slope
-
-
-def torch_huber(error: torch.Tensor, kappa: float) -> torch.Tensor:
-    """The same loss, for networks whose gradient torch works out."""
-    if kappa <= 0.0:
-        return 0.5 * error.square()
-    return torch.nn.functional.huber_loss(error, torch.zeros_like(error), "none", delta=kappa)

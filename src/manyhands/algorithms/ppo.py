@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from manyhands.algorithms.base import (
@@ -22,19 +21,18 @@ from manyhands.algorithms.base import (
     Batch,
     Info,
     PolicyGradient,
-    Signals,
     explained_variance,
     normalised,
 )
 from manyhands.algorithms.options import PPOConfig
-from manyhands.math.losses import adapt_kl_coefficient
+from manyhands.math import losses
 from manyhands.math.schedules import make_schedule
 from manyhands.trees import Array
 
 
 class PPO(PolicyGradient):
     name = "ppo"
-    stats = ("policy_loss", "value_loss", "entropy", "kl", "clip_fraction")
+    stats = (*PolicyGradient.stats, "kl", "clip_fraction")
     options: PPOConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,52 +57,30 @@ class PPO(PolicyGradient):
             stop=lambda now: now["kl"] > limit,
         )
         if o.kl_penalty:
-            self.kl_weight = adapt_kl_coefficient(
+            self.kl_weight = losses.adapt_kl_coefficient(
                 self.kl_weight, info["kl"], target=o.target_kl or 0.01
             )
             info["kl_weight"] = self.kl_weight
         self.version += 1
         return info | {"explained_variance": fit}
 
-    def signals(self, logp: Array, entropy: Array, value: Array, rows: Batch) -> Signals:
-        o, advantage = self.options, rows["advantage"]
-        log_ratio = logp - rows["logp"]
-        ratio = np.exp(log_ratio)
-        plain = ratio * advantage
-        # min(ρA, clip(ρ)A) has the gradient of ρA where it is the smaller, and none elsewhere.
-        held = np.clip(ratio, 1 - o.clip, 1 + o.clip) * advantage
-        active = plain <= held
-        error = value - rows["target"]
-        stats = [
-            -float(np.minimum(plain, held).sum()),
-            float(np.dot(error, error)),
-            float(entropy.sum()),
-            float((ratio - 1 - log_ratio).sum()),
-            float(np.count_nonzero(np.abs(ratio - 1) > o.clip)),
-        ]
-        d_value = (2 * o.value_weight) * error
-        return Signals(np.where(active, -plain, 0), -o.entropy_weight, d_value, stats)
+    def policy_slope(self, logp: Array, rows: Batch) -> tuple[float, Array, list[float]]:
+        found, slope = losses.clipped_surrogate_slope(
+            logp, rows["logp"], rows["advantage"], self.options.clip
+        )
+        return found.loss, slope, [found.kl, found.clipped]
 
-    def loss(
-        self, parameters: torch.Tensor, value: torch.Tensor, rows: Batch
+    def policy_loss(
+        self, parameters: torch.Tensor, rows: Batch
     ) -> tuple[torch.Tensor, list[float]]:
         o, head = self.options, self.model.head
-        log_ratio = head.log_prob(parameters, rows["action"]) - rows["logp"]
-        ratio = log_ratio.exp()
-        plain = ratio * rows["advantage"]
-        held = ratio.clamp(1 - o.clip, 1 + o.clip) * rows["advantage"]
-        if o.kl_penalty:
-            kl = head.kl(rows["parameters"], parameters)
-            policy = (-plain + self.kl_weight * kl).sum()
-        else:
-            kl = ratio - 1 - log_ratio
-            policy = -torch.minimum(plain, held).sum()
-        squares = (value - rows["target"]).square().sum()
-        entropy = head.entropy(parameters).sum()
-        total = policy + o.value_weight * squares - o.entropy_weight * entropy
-        clipped = float(((ratio - 1).abs() > o.clip).sum())
-        stats = [policy.item(), squares.item(), entropy.item(), kl.sum().item(), clipped]
-        return total, stats
+        logp = head.log_prob(parameters, rows["action"])
+        found = losses.clipped_surrogate(logp, rows["logp"], rows["advantage"], o.clip)
+        if not o.kl_penalty:
+            return found.loss, [found.kl.item(), float(found.clipped)]
+        kl = head.kl(rows["parameters"], parameters)
+        loss = losses.penalised_surrogate(logp, rows["logp"], rows["advantage"], kl, self.kl_weight)
+        return loss, [kl.sum().item(), float(found.clipped)]
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"kl_weight": self.kl_weight}

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 
 from manyhands.algorithms.base import (
@@ -29,6 +28,7 @@ from manyhands.algorithms.base import (
 )
 from manyhands.algorithms.options import TRPOConfig
 from manyhands.errors import ConfigError
+from manyhands.math import losses
 from manyhands.math.natural_gradient import (
     fisher_product,
     flat_gradient,
@@ -92,11 +92,12 @@ class TRPO(Algorithm):
         def surrogate() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             """This worker's parts of mean(ρ A), mean KL and mean entropy over all rows."""
             parameters = self.model.policy(rows["obs"])
-            ratio = (head.log_prob(parameters, rows["action"]) - rows["logp"]).exp()
+            logp = head.log_prob(parameters, rows["action"])
+            gain = losses.importance(logp, rows["logp"], rows["advantage"])
             kl = head.kl(rows["parameters"], parameters)
             entropy = head.entropy(parameters)
             return (
-                (ratio * rows["advantage"]).sum() / total,
+                gain.sum() / total,
                 kl.sum() / total,
                 entropy.sum() / total,
             )
@@ -152,11 +153,12 @@ class TRPO(Algorithm):
             self.flat.grad.zero_()
             return [0.0]
         if self.fast is not None:
-            error = self.fast.forward(rows["obs"]) - rows["target"]
-            self.fast.backward(error * (2.0 / count))
-            return [float(np.dot(error, error))]
+            values = self.fast.forward(rows["obs"])
+            total, slope = losses.squares_slope(values, rows["target"])
+            self.fast.backward(slope * (1.0 / count))
+            return [total]
         self.flat.zero_grad()
         obs, target = (to_tensor(rows[name], self.device) for name in ("obs", "target"))
-        squares = (self.model.value(obs) - target).square().sum()
-        (squares / count).backward()
+        squares = losses.squares(self.model.value(obs), target)
+        (squares / count).backward()  # type: ignore[no-untyped-call]
         return [squares.item()]

@@ -1,92 +1,124 @@
-"""Losses of the policy-gradient family, and the servo of the KL penalty. Pure torch functions.
+"""Every loss that trains, once: its value in torch, and beside it value and slope in numpy.
 
-Each takes flat minibatches [N] and returns a mean to be *minimised*. Shapes are checked, because
-[N] against [N, 1] broadcasts to [N, N] and still trains, badly.
+Torch's autograd differentiates the first; the second is for networks whose gradient is worked out
+in numpy, which for small ones is several times as fast. All are *sums* over rows [N], to be
+minimised: the division, by the rows of all workers, is the seam's.
+
+Shapes are checked in torch: [N] against [N, 1] broadcasts to [N, N] and still trains, badly.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from manyhands.errors import ConfigError
+from manyhands.trees import Array
 
 
 class Surrogate(NamedTuple):
-    """A policy loss and what one wants to see of it. Only `loss` carries a gradient."""
+    """A policy loss and what one wants to see of it, as sums. Only `loss` carries a gradient."""
 
-    loss: Tensor
-    approx_kl: Tensor  # of KL(behaviour || new): mean of (ratio − 1) − log ratio, never negative
-    clip_fraction: Tensor  # share of the rows whose ratio was outside the clip range
-
-
-def normalise(x: Tensor, *, mean: float, std: float, epsilon: float = 1e-8) -> Tensor:
-    """(x − mean) / (std + ε), with the moments of *all* workers' data.
-
-    The moments are keyword-only: torch.std_mean gives them in the other order than most expect.
-    """
-    return (x - mean) / (std + epsilon)
+    loss: Any  # a tensor, or in numpy a number
+    kl: Any  # of KL(behaviour || new), estimated by (ρ − 1) − log ρ, which is never negative
+    clipped: Any  # rows whose ratio is outside the clip range
 
 
-def policy_loss(logp: Tensor, behaviour_logp: Tensor, advantages: Tensor) -> Surrogate:
-    """−mean(ratio A): the surrogate of TRPO and of the KL-penalised PPO, without a clip."""
-    return clipped_policy_loss(logp, behaviour_logp, advantages, clip=float("inf"))
+# -- the policy ------------------------------------------------------------------------------------
 
 
-def clipped_policy_loss(
-    logp: Tensor, behaviour_logp: Tensor, advantages: Tensor, clip: float
+def clipped_surrogate(
+    logp: Tensor, behaviour_logp: Tensor, advantage: Tensor, clip: float
 ) -> Surrogate:
-    """−mean(min(ratio A, clip(ratio, 1−ε, 1+ε) A)). PAPER: arXiv:1707.06347, eq. 7."""
-    _same_shapes(logp, behaviour_logp, advantages)
+    """−Σ min(ρ A, clip(ρ, 1−ε, 1+ε) A),  ρ = π / μ. PAPER: arXiv:1707.06347, eq. 7."""
+    _same_shapes(logp, behaviour_logp, advantage)
     log_ratio = logp - behaviour_logp
     ratio = log_ratio.exp()
-    clipped = ratio.clamp(1.0 - clip, 1.0 + clip)
-    loss = -torch.minimum(ratio * advantages, clipped * advantages).mean()
-    with torch.no_grad():
-        approx_kl = ((ratio - 1.0) - log_ratio).mean()
-        clip_fraction = ((ratio - 1.0).abs() > clip).to(ratio.dtype).mean()
-    return Surrogate(loss, approx_kl, clip_fraction)
+    plain = ratio * advantage
+    held = ratio.clamp(1 - clip, 1 + clip) * advantage
+    return Surrogate(
+        -torch.minimum(plain, held).sum(),
+        (ratio - 1 - log_ratio).detach().sum(),
+        ((ratio - 1).detach().abs() > clip).sum(),
+    )
 
 
-def policy_gradient_loss(logp: Tensor, advantages: Tensor) -> Tensor:
-    """−mean(log π(a|s) A), the advantages held fixed: A2C, and IMPALA with V-trace advantages."""
-    _same_shapes(logp, advantages)
-    return -(logp * advantages.detach()).mean()
+def clipped_surrogate_slope(
+    logp: Array, behaviour_logp: Array, advantage: Array, clip: float
+) -> tuple[Surrogate, Array]:
+    """The same in numpy, and ∂loss/∂logp [N]."""
+    log_ratio = logp - behaviour_logp
+    ratio = np.exp(log_ratio)
+    plain = ratio * advantage
+    held = np.clip(ratio, 1 - clip, 1 + clip) * advantage
+    found = Surrogate(
+        -float(np.minimum(plain, held).sum()),
+        float((ratio - 1 - log_ratio).sum()),
+        float(np.count_nonzero(np.abs(ratio - 1) > clip)),
+    )
+    # The smaller one's slope: ∂ρ/∂logp = ρ, and none where the clip holds.
+    return found, np.where(plain <= held, -plain, 0)
 
 
-def value_loss(values: Tensor, returns: Tensor) -> Tensor:
-    """½ mean((V − R)²)."""
-    _same_shapes(values, returns)
-    return 0.5 * (values - returns).square().mean()
+def penalised_surrogate(
+    logp: Tensor, behaviour_logp: Tensor, advantage: Tensor, kl: Tensor, weight: float
+) -> Tensor:
+    """Σ (−ρ A + β KL). PAPER: arXiv:1707.06347, eq. 8."""
+    return (-importance(logp, behaviour_logp, advantage) + weight * kl).sum()
 
 
-def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """½ mean(max((V − R)², (V_old + clip(V − V_old, ±ε) − R)²)): the worse of the two."""
-    _same_shapes(values, old_values, returns)
-    near = old_values + (values - old_values).clamp(-clip, clip)
-    plain, clipped = (values - returns).square(), (near - returns).square()
-    return 0.5 * torch.maximum(plain, clipped).mean()
+def importance(logp: Tensor, behaviour_logp: Tensor, advantage: Tensor) -> Tensor:
+    """ρ A of each row: TRPO maximises its mean. PAPER: arXiv:1502.05477, eq. 14."""
+    _same_shapes(logp, behaviour_logp, advantage)
+    return (logp - behaviour_logp).exp() * advantage
 
 
-def entropy_loss(entropy: Tensor, coefficient: float) -> Tensor:
-    """−c mean(H). A positive coefficient explores; a negative one would be a mistake of sign."""
-    if coefficient < 0:
-        raise ConfigError(
-            f"entropy coefficient {coefficient} is negative, which punishes exploration; "
-            f"give {-coefficient}"
-        )
-    return -coefficient * entropy.mean()
+def policy_gradient(logp: Tensor, advantage: Tensor) -> Tensor:
+    """−Σ log π(a|s) A, the advantages held fixed: A2C, and IMPALA with those of V-trace."""
+    _same_shapes(logp, advantage)
+    return -(logp * advantage.detach()).sum()
 
 
-def kl_penalty(kl: Tensor, coefficient: float, *, target: float, steep: float = 50.0) -> Tensor:
-    """β KL + η max(0, KL − 2 target)², with KL the mean over the rows: [N] -> scalar.
+def policy_gradient_slope(logp: Array, advantage: Array) -> tuple[float, Array]:
+    """The same in numpy, and ∂loss/∂logp [N]."""
+    return -float(np.dot(logp, advantage)), -advantage
 
-    The square is a wall against one bad update; β alone only reacts in the next one.
-    """
-    mean_kl = kl.mean()
-    return coefficient * mean_kl + steep * (mean_kl - 2.0 * target).clamp(min=0.0).square()
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def squares(value: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Σ w (V − R)²."""
+    _same_shapes(value, target)
+    found = (value - target).square()
+    return found.sum() if weight is None else (found * weight).sum()
+
+
+def squares_slope(value: Array, target: Array, weight: Array | None = None) -> tuple[float, Array]:
+    """The same in numpy, and ∂loss/∂V [N]; a weight is 0 or 1."""
+    error = value - target if weight is None else (value - target) * weight
+    return float(np.dot(error, error)), 2 * error
+
+
+def huber(error: Tensor, kappa: float) -> Tensor:
+    """½ δ² up to κ, then a straight line, row by row; κ = 0: the square everywhere."""
+    if kappa <= 0.0:
+        return 0.5 * error.square()
+    return torch.nn.functional.huber_loss(error, torch.zeros_like(error), "none", delta=kappa)
+
+
+def huber_slope(error: Array, kappa: float) -> tuple[Array, Array]:
+    """The same in numpy, and ∂loss/∂δ, row by row."""
+    if kappa <= 0.0:
+        return 0.5 * error * error, error
+    slope = np.clip(error, -kappa, kappa)
+    return slope * (error - 0.5 * slope), slope
+
+
+# -- around them -----------------------------------------------------------------------------------
 
 
 def adapt_kl_coefficient(
@@ -108,14 +140,6 @@ def adapt_kl_coefficient(
     elif kl < target / tolerance:
         coefficient /= factor
     return min(max(coefficient, bounds[0]), bounds[1])
-
-
-def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
-    """1 − Var(R − V) / Var(R): 1 is perfect, 0 no better than a constant; 0 if R is constant."""
-    _same_shapes(values, returns)
-    spread = returns.var(correction=0)
-    unexplained = (returns - values).var(correction=0)
-    return torch.where(spread > 0, 1.0 - unexplained / spread, torch.zeros_like(spread))
 
 
 def _same_shapes(first: Tensor, *others: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Discounted sums, n-step returns and generalised advantage estimation, in numpy, time first.
+"""Generalised advantage estimation in numpy, time first.
 
 Three things that must never be confused, for a step t that ends an episode:
 
@@ -6,11 +6,10 @@ Three things that must never be confused, for a step t that ends an episode:
     truncated    the clock ended: what comes after is worth V(final observation)
     cut          the batch ended, the episode goes on: worth V(next observation)
 
-So every function takes `next_values`, where next_values[t] = V(observation after step t): the
-final observation of the old episode, never the first of the new one. `next_values_of` builds it.
-Both kinds of end stop the recursion: no reward leaks from one episode into the one before.
-
-Arrays are [T, B]; no loop in Python is longer than log₂ T or n.
+So it takes `next_values`, where next_values[t] = V(observation after step t): the final observation
+of the old episode, never the first of the new one. Both kinds of end stop the recursion: no reward
+leaks from one episode into the one before. With λ = 1 it gives n-step returns to the end of the
+batch. Arrays are [T, B]; no loop in Python is longer than log₂ T.
 """
 
 from __future__ import annotations
@@ -29,53 +28,6 @@ class Advantages(NamedTuple):
 
     advantages: Array
     returns: Array  # advantages + values: the regression targets of the value function
-
-
-class NStep(NamedTuple):
-    """The part of an n-step target that needs no network, each [T, B].
-
-    target = rewards + discounts * V(observation after step t + lengths - 1)
-    """
-
-    rewards: Array  # discounted sum over the steps taken
-    discounts: Array  # gamma ** length, or zero where the last step terminated
-    lengths: Array  # steps taken, from 1 to n; fewer than n at an end of episode or of the batch
-
-
-def next_values_of(
-    values: Array, last_values: Array, truncated: Array, final_values: Array
-) -> Array:
-    """V of the observation after each step, [T, B].
-
-    Args:
-        values: V(observation before step t), [T, B].
-        last_values: V(observation after the last step of the batch), [B].
-        truncated: Which steps were truncated, [T, B].
-        final_values: V(final observation) of the truncated steps only, in C order of `truncated`.
-    """
-    if len(final_values) != np.count_nonzero(truncated):
-        raise ConfigError(
-            f"{np.count_nonzero(truncated)} steps were truncated but {len(final_values)} values of "
-            "final observations were given; give one for each truncated step, in C order"
-        )
-    after = np.empty_like(values)
-    after[:-1] = values[1:]
-    after[-1] = last_values
-    after[_flags(truncated)] = final_values
-    return after
-
-
-def discounted_sums(rewards: Array, gamma: float, ends: Array | None = None) -> Array:
-    """sum over k of gamma**k * r[t+k], up to and with the first end at or after t. [T, ...]
-
-    Observed rewards only: right for reporting, and for value targets only if every episode in the
-    batch terminates. `gae` with lam=1 is the version that bootstraps.
-    """
-    sums = np.array(rewards, dtype=_float_of(rewards))
-    keep = np.full_like(sums, gamma)
-    if ends is not None:
-        keep[_flags(ends)] = 0.0
-    return _backward_sums(sums, keep)
 
 
 def gae(
@@ -110,52 +62,6 @@ def gae(
     keep = np.asarray((gamma * lam) * ~(terminated | truncated), dtype=dtype)
     advantages = _backward_sums(delta, keep)
     return Advantages(advantages, np.asarray(advantages + values, dtype=dtype))
-
-
-def n_step(rewards: Array, terminated: Array, truncated: Array, *, gamma: float, n: int) -> NStep:
-    """Rewards, discounts and lengths of n-step targets, all [T, B].
-
-    A target stops early at an end of episode and at the end of the batch; it then bootstraps from
-    the observation after the step it stopped at, with gamma to the power of the steps really taken.
-    """
-    if n < 1:
-        raise ConfigError(f"n-step returns need n >= 1, got n = {n}")
-    _same_shapes(rewards, terminated, truncated)
-    terminated, truncated = _flags(terminated), _flags(truncated)
-    dtype = _float_of(rewards)
-    sums = np.zeros(rewards.shape, dtype)
-    discounts = np.ones(rewards.shape, dtype)
-    lengths = np.zeros(rewards.shape, np.int64)
-    running = np.ones(rewards.shape, bool)
-    ends = terminated | truncated
-    horizon = len(rewards)
-    for k in range(min(n, horizon)):
-        rows = horizon - k  # starts t for which step t + k is in the batch
-        live = running[:rows]
-        sums[:rows] += gamma**k * np.where(live, rewards[k:], 0.0)
-        lengths[:rows] += live
-        discounts[:rows][live & terminated[k:]] = 0.0
-        live &= ~ends[k:]
-    discounts *= np.power(gamma, lengths)
-    return NStep(sums, discounts.astype(dtype, copy=False), lengths)
-
-
-def n_step_returns(
-    rewards: Array,
-    next_values: Array,
-    terminated: Array,
-    truncated: Array,
-    *,
-    gamma: float,
-    n: int,
-) -> Array:
-    """G_t = r_t + γ r_{t+1} + … + γ^m V(s'_{t+m-1}) with m = n, or fewer at an end. [T, B]"""
-    _same_shapes(rewards, next_values)
-    parts = n_step(rewards, terminated, truncated, gamma=gamma, n=n)
-    last_step = np.arange(len(rewards))[:, None] + parts.lengths - 1
-    value = np.take_along_axis(next_values, last_step, axis=0)
-    tail = parts.discounts * np.where(parts.discounts == 0.0, 0.0, value)  # 0 * inf is nan
-    return np.asarray(parts.rewards + tail, dtype=_float_of(next_values))
 
 
 def _backward_sums(x: Array, keep: Array) -> Array:
