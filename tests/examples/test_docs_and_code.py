@@ -19,6 +19,7 @@ from manyhands.cli.train import HELP, WHAT
 from manyhands.config import RunConfig, default_strategy, help_of, hints_of, options_class, usual
 from manyhands.experiment.bottleneck import PHASES
 from manyhands.parallel import Parallel
+from manyhands.run import RESUME_OPTIONS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -48,6 +49,8 @@ def test_the_pages_that_went_stale_have_their_parts() -> None:
         "docs/concepts/five-ideas.md": ["algorithms", "strategies", "engines"],
         "docs/start/train.md": ["phases", "which algorithm"],
         "docs/reference/metrics.md": ["seconds by phase", "summary", "events"],
+        "docs/how-to/building-blocks.md": ["engines with blocks"],
+        **{f"docs/algorithms/{name}.md": ["where it runs"] for name in support.built()},
     }.items():
         assert re.findall(r"<!-- from the code: ([\w ]+) -->", text_of(page)) == parts
 
@@ -127,6 +130,13 @@ def test_gpu_page_has_every_device_and_every_strategy() -> None:
     rows = re.findall(r"(?m)^\| ([a-z_, ]+) \| .* \| .* \|$", page)
     named = [name for row in rows if row != "strategy" for name in row.split(", ")]
     assert sorted(named) == sorted(support.STRATEGIES)
+
+
+def test_what_a_resumed_run_may_change_is_told() -> None:
+    page = text_of("docs/how-to/stop-and-resume.md").partition("## Go on")[2].partition("## ")[0]
+    told = re.findall(r"`(?:--)?([a-z][\w-]+)(?: \w)?`", page.partition("From Python:")[0])
+    options = {name.replace("-", "_") for name in told} & set(hints_of(RunConfig))
+    assert options == set(RESUME_OPTIONS)
 
 
 # -- phases ----------------------------------------------------------------------------------------

@@ -23,7 +23,17 @@ from manyhands.experiment.file_contents import EVENTS, SUMMARY
 
 _PART = re.compile(r"<!-- from the code: ([\w ]+) -->(.*?)<!-- end -->", re.DOTALL)
 
-Link = Callable[[str, str], str]  # (kind of page, name) -> a link from the page that is filled in
+
+class Place:
+    """The page that a part stands in."""
+
+    def __init__(self, page: Path, root: Path) -> None:
+        self._page, self._root = page, root
+        self.topic = page.stem  # the algorithm, on its page
+
+    def link(self, kind: str, name: str) -> str:
+        path = os.path.relpath(self._root / "docs" / kind / f"{name}.md", self._page.parent)
+        return f"[{name}]({path})"
 
 
 def pages_with_parts(root: Path) -> list[Path]:
@@ -34,16 +44,13 @@ def pages_with_parts(root: Path) -> list[Path]:
 
 def filled(page: Path, root: Path) -> str:
     """The text of a page with all of its parts as the code has them now."""
-
-    def link(kind: str, name: str) -> str:
-        path = os.path.relpath(root / "docs" / kind / f"{name}.md", page.parent)
-        return f"[{name}]({path})"
+    place = Place(page, root)
 
     def fill(found: re.Match[str]) -> str:
         name = found[1]
         if name not in PARTS:
             raise KeyError(f"{page.name}: there is no part {name!r}; there are {', '.join(PARTS)}")
-        text = PARTS[name](link)
+        text = PARTS[name](place)
         if "\n" in text:
             text = f"\n\n{text}\n\n"
         return f"<!-- from the code: {name} -->{text}<!-- end -->"
@@ -55,34 +62,56 @@ def in_table(head: list[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
-def _algorithms(link: Link) -> str:
-    return in_words([link("algorithms", name) for name in support.built()])
+def _algorithms(place: Place) -> str:
+    return in_words([place.link("algorithms", name) for name in support.built()])
 
 
-def _strategies(link: Link) -> str:
-    return in_words([link("strategies", name) for name in support.STRATEGIES])
+def _strategies(place: Place) -> str:
+    return in_words([place.link("strategies", name) for name in support.STRATEGIES])
 
 
-def _engines(link: Link) -> str:
+def _engines(place: Place) -> str:
     return in_words(support.ENGINES)
 
 
-def _which_algorithm(link: Link) -> str:
-    rows = [
-        [link("algorithms", name), WHAT[name], link("strategies", default_strategy(name, 2)),
-         ", ".join(link("strategies", s) for s in support.strategies_of(name))]
-        for name in support.built()
-    ]  # fmt: skip
-    head = ["`manyhands train`", "what it is", "two workers or more, if you say nothing", "runs as"]
+def _engines_with_blocks(place: Place) -> str:
+    return in_words([e for e in support.ENGINES if support.PARTS["Service"][e] == support.OK])
+
+
+def _where_it_runs(place: Place) -> str:
+    """On an algorithm's page: its strategies, those with the same engines together."""
+    together: dict[tuple[str, ...], list[str]] = {}
+    for strategy in support.strategies_of(place.topic):
+        engines = [e for e in support.ENGINES if not support.why_not(place.topic, strategy, e)]
+        together.setdefault(tuple(engines), []).append(strategy)
+    return ", ".join(
+        f"{in_words(names)} on "
+        + ("all engines" if engines == support.ENGINES else in_words(engines))
+        for engines, names in together.items()
+    )
+
+
+def _which_algorithm(place: Place) -> str:
+    rows = []
+    for name in support.built():
+        runs_with = [place.link("strategies", s) for s in support.strategies_of(name)]
+        default = place.link("strategies", default_strategy(name, 2))
+        rows.append([place.link("algorithms", name), WHAT[name], default, ", ".join(runs_with)])
+    head = [
+        "`manyhands train`",
+        "what it is",
+        "two workers or more, if you say nothing",
+        "runs with",
+    ]
     return "\n".join(in_table(head, rows))
 
 
-def _phases(link: Link) -> str:
+def _phases(place: Place) -> str:
     rows = [[f"`{name}`", phase.meaning] for name, phase in PHASES.items()]
     return "\n".join(in_table(["phase", "what it is"], rows))
 
 
-def _seconds(link: Link) -> str:
+def _seconds(place: Place) -> str:
     rows = [
         [f"`seconds/{name}`", "seconds", "main worker, so far", phase.meaning]
         for name, phase in PHASES.items()
@@ -91,12 +120,12 @@ def _seconds(link: Link) -> str:
     return "\n".join(in_table(["name", "unit", "reduction", "meaning"], rows))
 
 
-def _summary(link: Link) -> str:
+def _summary(place: Place) -> str:
     rows = [[f"`{key}`", *words] for key, words in SUMMARY.items()]
     return "\n".join(in_table(["key", "unit", "meaning"], rows))
 
 
-def _events(link: Link) -> str:
+def _events(place: Place) -> str:
     rows = [
         [f"`{event}`", ", ".join(f"`{fact}`" for fact in facts), when]
         for event, (facts, when) in EVENTS.items()
@@ -104,10 +133,12 @@ def _events(link: Link) -> str:
     return "\n".join(in_table(["`event`", "facts", "it says"], rows))
 
 
-PARTS: dict[str, Callable[[Link], str]] = {
+PARTS: dict[str, Callable[[Place], str]] = {
     "algorithms": _algorithms,
     "strategies": _strategies,
     "engines": _engines,
+    "engines with blocks": _engines_with_blocks,
+    "where it runs": _where_it_runs,
     "which algorithm": _which_algorithm,
     "phases": _phases,
     "seconds by phase": _seconds,
