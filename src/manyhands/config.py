@@ -2,7 +2,8 @@
 
 Every number is for all workers together unless its name says otherwise, so that adding workers
 changes the speed and not what is learned. The line under each field is its help on the command
-line. Cross-checks between the values are in `validate.py`; here only names and types are checked.
+line; what stands in braces there is filled in from the code (`_told_by_the_code`). Cross-checks
+between the values are in `validate.py`; here only names and types are checked.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import textwrap
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
@@ -33,11 +34,9 @@ class RunConfig:
     env: str
     """Gymnasium id, such as CartPole-v1, or package.module:function that makes an environment."""
     strategy: str = ""
-    """Who acts and who learns: single, gather, allreduce, gradient_server, actor_learner or apex
-    (empty: single for one worker, else actor_learner for impala, apex for dqn and ddpg, and
-    allreduce for the others)."""
+    """Who acts and who learns: {strategies} (empty: single for one worker, else {defaults})."""
     engine: str = "local"
-    """How workers run and talk: inline, local, mpi, ray or torch."""
+    """How workers run and talk: {engines}."""
     workers: int = 1
     """Number of workers, those that only learn or serve included."""
     steps: int = 100_000
@@ -51,8 +50,7 @@ class RunConfig:
     num_envs: int = 8
     """Environments of all workers together."""
     rollout_length: int = 0
-    """Steps of each environment between updates (0: what suits the algorithm; a2c 8, ppo and
-    trpo 256)."""
+    """Steps of each environment between updates (0: what suits the algorithm: {lengths})."""
     collect: Literal["steps", "episodes"] = "steps"
     """A batch is a fixed number of steps of each environment, or whole episodes."""
     batch_steps: int = 0
@@ -85,8 +83,7 @@ class RunConfig:
     normalize_observations: bool = False
     """Bring observations to mean 0 and deviation 1, with statistics of all workers."""
     normalize_rewards: bool | None = None
-    """Divide rewards by the deviation of the discounted return (left out: yes for a2c, ppo and
-    trpo)."""
+    """Divide rewards by the deviation of the discounted return (left out: yes for {scaled})."""
     box_actions: Literal["clip", "scale"] = "clip"
     """Continuous actions: cut to the bounds, or scale [-1, 1] to them."""
     hidden: tuple[int, ...] = (64, 64)
@@ -303,7 +300,35 @@ def help_of(cls: type[Any]) -> dict[str, str]:
                     ast.Expr(value=ast.Constant(value=str() as text)),
                 ):
                     found[name] = " ".join(text.split())
+    if cls is RunConfig:
+        for name, text in found.items():
+            found[name] = text.format(**_told_by_the_code()) if "{" in text else text
     return found
+
+
+def in_words(names: Sequence[str], last: str = "and") -> str:
+    """a, b and c"""
+    *first, end = names
+    return f"{', '.join(first)} {last} {end}" if first else end
+
+
+def _told_by_the_code() -> dict[str, str]:
+    """Parts of the help that follow from the algorithms' own settings."""
+    from manyhands.algorithms.options import CONFIGS
+
+    lengths: dict[int, list[str]] = {}
+    defaults: dict[str, list[str]] = {}
+    for name, options in CONFIGS.items():
+        lengths.setdefault(options.ROLLOUT_LENGTH, []).append(name)
+        defaults.setdefault(default_strategy(name, 2), []).append(name)
+    scaled = [name for name, options in CONFIGS.items() if usual(options, "normalize_rewards")]
+    return {
+        "strategies": in_words(support.STRATEGIES, "or"),
+        "engines": in_words(support.ENGINES, "or"),
+        "defaults": ", ".join(f"{s} for {in_words(names)}" for s, names in defaults.items()),
+        "lengths": ", ".join(f"{in_words(names)} {n}" for n, names in lengths.items()),
+        "scaled": in_words(scaled),
+    }
 
 
 def usual(options: type[Any], name: str) -> bool:

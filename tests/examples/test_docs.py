@@ -315,11 +315,21 @@ def test_defaults_in_algorithm_page_are_the_defaults(algorithm: str) -> None:
         assert float(default) == getattr(options, name), f"{algorithm}.md: {name} = {default}"
 
 
-@pytest.mark.parametrize("algorithm", support.built())
-def test_every_number_that_a_run_writes_is_explained(algorithm: str, tmp_path: Path) -> None:
+WAYS = [(a, s, {}) for a in support.built() for s in support.strategies_of(a)] + [
+    ("ppo", "gather", {"overlap": True, "workers": 3, "num_envs": 4}),
+    ("trpo", "allreduce", {"collect": "episodes", "batch_steps": 64}),
+]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "strategy", "more"), WAYS, ids=["-".join([a, s, *m]) for a, s, m in WAYS]
+)
+def test_every_number_that_a_run_writes_is_explained(
+    algorithm: str, strategy: str, more: dict[str, Any], tmp_path: Path
+) -> None:
     small: dict[str, Any] = {
-        "env": "CartPole-v1", "steps": 128, "num_envs": 4, "rollout_length": 16, "workers": 2,
-        "quiet": True,
+        "env": "CartPole-v1", "steps": 128, "num_envs": 4, "rollout_length": 16,
+        "workers": 1 if strategy == "single" else 2, "strategy": strategy, "quiet": True,
     }  # fmt: skip
     replay = {"learning_starts": 32, "batch_size": 16}
     own: dict[str, dict[str, Any]] = {
@@ -327,22 +337,26 @@ def test_every_number_that_a_run_writes_is_explained(algorithm: str, tmp_path: P
         "dqn": replay,
         "ddpg": replay | {"env": "Pendulum-v1"},
     }
-    options = small | own.get(algorithm, {})
+    options = small | own.get(algorithm, {}) | more
     result = train(algorithm, engine="inline", run_dir=str(tmp_path / "run"), **options)
     record = json.loads((result.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     files = rows_of_tables("docs/reference/metrics.md")
     assert [name for name in record if name not in files] == []
     common = {"env_steps", "update", "wall_seconds", "steps_per_second", "episodes", "mean_return"}
+    common |= {"lag", "stale_share"}  # of ways to collect, whatever the algorithm
     its_own = [n for n in record if n not in common and not n.startswith("seconds/")]
     page = rows_of_tables(f"docs/algorithms/{algorithm}.md")
     assert [name for name in its_own if name not in page] == []
     for name in its_own:
         assert algorithm in files[name][1], f"metrics.md: {name} is of {algorithm} too"
     columns = (result.run_dir / "episodes.csv").read_text().splitlines()[0].split(",")
-    told = {word for name in files for word in name.split(", ")}
-    assert [name for name in [*columns, *result.summary] if name not in told] == []
+    assert [name for name in [*columns, *result.summary] if name not in files] == []
     written = {path.name for path in result.run_dir.iterdir()}
-    assert sorted(written - told) == []
+    assert sorted(written - set(files)) == []
+    for name in result.summary["phase_seconds"]:
+        assert name in rows_of_tables("docs/start/train.md")
+    for line in (result.run_dir / "events.jsonl").read_text().splitlines():
+        assert json.loads(line)["event"] in files
 
 
 def test_nothing_can_be_unpickled() -> None:

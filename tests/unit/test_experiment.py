@@ -18,7 +18,7 @@ from manyhands.experiment import folder as folders
 from manyhands.experiment.folder import SUMMARY, RunFolder, default_run_dir
 from manyhands.experiment.metrics import Csv, Returns, to_json, write_json
 from manyhands.experiment.report_lines import end_table, start_table
-from manyhands.experiment.timing import Phases, bottleneck, merged
+from manyhands.experiment.timing import Phases, merged
 
 
 @pytest.fixture
@@ -240,40 +240,6 @@ def test_phases_are_cheap() -> None:
     assert best < 2e-6
 
 
-@pytest.mark.parametrize(
-    ("phases", "workers", "said"),
-    [
-        ({"rollout": 3, "learning": 1}, 2, "rollout, 75% of the time; use more workers (--work"),
-        ({"rollout": 3, "learning": 1}, 8, "all 8 cores work already"),
-        ({"env": 3, "learning": 1}, 2, "--env-backend envpool"),
-        ({"rollout": 1, "learning": 3}, 2, "--strategy allreduce"),
-        ({"rollout": 1, "learning": 3}, 8, "take larger minibatches"),
-        ({"rollout": 2, "synchronisation": 2, "wait": 1}, 8, "synchronisation and wait, 60% of"),
-        (
-            {"rollout": 1, "synchronisation": 2},
-            16,
-            "16 workers share 8 cores; fewer would wait less (--workers)",
-        ),
-        ({"logging": 3, "learning": 1}, 2, "--log-every"),
-        ({"mystery": 3, "learning": 1}, 2, "mystery, 75% of the time; it is no part"),
-        ({}, 2, "unknown"),
-    ],
-)
-def test_bottleneck(phases: dict[str, float], workers: int, said: str) -> None:
-    sentence = bottleneck(phases, workers, cores=8)
-    assert said in sentence
-    assert "\n" not in sentence
-    measured = Phases()
-    for name, seconds in phases.items():
-        measured.add(name, seconds)
-    assert bottleneck(measured, workers, cores=8) == sentence
-
-
-def test_bottleneck_of_a_run_that_hardly_began() -> None:
-    sentence = bottleneck({"rollout": 1.0}, 2, cores=8, wall_seconds=4.0)
-    assert sentence.startswith("bottleneck: everything else, 75% of the time; the run is too short")
-
-
 def test_phases_of_workers_side_by_side() -> None:
     assert merged([{"a": 1.0, "b": 2.0}, {"a": 3.0}]) == {"a": 2.0, "b": 1.0}
 
@@ -306,13 +272,13 @@ def test_start_table_of_episodes() -> None:
     assert "minibatches" not in text
 
 
-def test_end_table() -> None:
+def test_end_table(experiment: Experiment) -> None:
     summary = SUMMARY | {
         "env_steps": 100_352, "updates": 98, "episodes": 700, "wall_seconds": 10.0, "workers": 2,
         "steps_per_second": 10_035.2, "mean_return": 480.123, "best_return": 500.0, "solved": True,
-        "phase_seconds": {"learning": 2.0, "rollout": 7.0},
+        "phase_seconds": {"optimisation": 2.0, "rollout": 7.0},
     }  # fmt: skip
-    lines = end_table(summary).splitlines()
+    lines = end_table(experiment, summary).splitlines()
     assert lines[0] == "end     solved after 100,352 steps, 98 updates, 700 episodes"
     assert lines[1] == "speed   10,035 steps/s, 10.0 s"
     assert lines[2] == "return  480.12 in the mean of the last 100 episodes, 500.00 at best"
@@ -321,4 +287,4 @@ def test_end_table() -> None:
     ]  # fmt: skip
     assert lines[5].split()[:2] == ["everything", "else"]
     assert lines[6].startswith("bottleneck: rollout, 70% of the time")
-    assert "no episode has finished" in end_table(SUMMARY)
+    assert "no episode has finished" in end_table(experiment, SUMMARY)

@@ -66,6 +66,7 @@ class SharedValues:
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
+        """The value of that name, or `default`; `values[key]` raises where there is none."""
         there, value = self._call("get", key)
         return value if there else default
 
@@ -81,9 +82,11 @@ class SharedValues:
         return self._call("add", key, amount)
 
     def remove(self, key: str) -> bool:
+        """Forget a value; whether there was one."""
         return bool(self._call("remove", key))
 
     def keys(self) -> list[str]:
+        """The names that have a value."""
         return list(self._call("keys"))
 
     def _call(self, method: str, *args: Any) -> Any:

@@ -2,15 +2,14 @@
 
 Five pages, each from one source of truth: the commands' own --help, the fields of the config
 dataclasses, the support table, the signatures and docstrings of the public classes, and errors that
-are provoked and caught. `make docs` calls it, and a test compares its output with the pages in the
-repository.
+are provoked and caught. In the other pages, marked parts are filled in (`reference_parts.py`).
+`make docs` calls it, and a test compares its output with the pages in the repository.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import inspect
 import os
 import re
 import socket
@@ -21,37 +20,31 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands import config, envs, errors, support
+from manyhands import config, errors, support
 from manyhands.cli.main import COMMANDS
+from manyhands.cli.reference_api import api_page, doc
+from manyhands.cli.reference_parts import filled, in_table, pages_with_parts
 from manyhands.engines import inline, launch
-from manyhands.engines.base import Channel, Service, WeightStore
-from manyhands.engines.group import Group
 from manyhands.parallel import Parallel
-from manyhands.policy import Policy, load
-from manyhands.run import Result, train
 
 _HEAD = "<!-- written by `make docs`; edit the code instead -->\n\n"
 _COLUMNS = 100
-
-PARALLEL_PARTS = {
-    "Place": ("device", "seed", "make_vec", "share"),
-    "Data": ("gather", "all_gather", "broadcast", "mean", "sum", "max", "min", "any", "all",
-             "normalize", "barrier"),
-    "Models": ("sync", "average_gradients", "average_weights", "check_synced", "data_parallel"),
-    "Building blocks": ("channel", "weights", "serve", "service"),
-    "Around a run": ("print", "timer", "close"),
-}  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
         print("usage: python -m manyhands.cli.reference FOLDER", file=sys.stderr)
         return 2
-    folder = Path(argv[0])
+    folder = Path(argv[0]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (folder / name).write_text(text, encoding="utf-8")
         print(f"wrote {folder / name}")
+    for path in pages_with_parts(folder.parents[1]):
+        text = filled(path, folder.parents[1])
+        if text != path.read_text(encoding="utf-8"):
+            path.write_text(text, encoding="utf-8")
+            print(f"filled in {path}")
     return 0
 
 
@@ -123,10 +116,10 @@ def config_page() -> str:
         "Every option of `manyhands train`, of `manyhands.train` and of `config.toml`. On the "
         "command line",
         "`num_envs` is `--num-envs`; a switch such as `quiet` is `--quiet` or `--no-quiet`. In "
-        "TOML the",
-        "first five tables below are `[run]`, and each algorithm has a table of its own name. "
-        "Every number",
-        "is for all workers together.",
+        "TOML all tables",
+        "before those of the algorithms are `[run]`, and each algorithm has a table of its own "
+        "name. Every number",
+        "is for all workers together, unless its meaning says of whom.",
         "",
     ]
     for title, names in config.GROUPS.items():
@@ -150,7 +143,7 @@ def _options(cls: type[Any], names: Sequence[str]) -> list[str]:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints, texts = config.hints_of(cls), config.help_of(cls)
     rows = [[f"`{n}`", _kind(hints[n]), _default(fields[n]), texts.get(n, "")] for n in names]
-    return _table(["option", "type", "default", "meaning"], rows)
+    return in_table(["option", "type", "default", "meaning"], rows)
 
 
 def _kind(hint: Any) -> str:
@@ -188,7 +181,7 @@ def support_page() -> str:
     lines += ["## Algorithm, strategy and engine", "", *_grid(_together(), support.ENGINES)]
     lines += ["## How a script was started", ""]
     rows = [[f"`{how}`", engine, seen] for how, (engine, seen) in support.LAUNCHERS.items()]
-    lines += _table(["started by", "engine", "known by"], rows)
+    lines += in_table(["started by", "engine", "known by"], rows)
     return "\n".join(lines) + "\n"
 
 
@@ -210,111 +203,7 @@ def _grid(cells: dict[str, dict[str, str]], columns: Sequence[str]) -> list[str]
     marks = {reason: f"({i})" for i, reason in enumerate(reasons, 1)}
     rows = [[name, *(marks.get(row[c], row[c]) for c in columns)] for name, row in cells.items()]
     below = [text for reason in reasons for text in (f"{marks[reason]} {reason}", "")]
-    return [*_table(["", *columns], rows), "", *below]
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
-
-
-# -- names a program uses --------------------------------------------------------------------------
-
-
-def api_page() -> str:
-    parts = [
-        "# Python names\n\n`train`, `load`, `Parallel`, `launch` and the errors come from "
-        "`manyhands`; `check_env` and `make_vec`\nfrom `manyhands.envs`. The rest you get from "
-        "these; you never make one yourself.\n",
-        *_training(),
-        f"## Parallel\n\n{_call('manyhands.Parallel', Parallel.__init__)}\n\n{_doc(Parallel)}\n\n"
-        "Attributes: `rank`, `size`, `is_main`, `engine`, `role`, `role_rank`, `role_size`, "
-        "`group`\n(a `Group` of all workers) and `seconds` (wall time of each `timer` section).\n",
-    ]
-    for title, names in PARALLEL_PARTS.items():
-        parts.append(f"### {title}\n")
-        parts += [_member(Parallel, name, "par") for name in names]
-    parts.append(
-        f"## launch\n\n{_call('manyhands.launch', launch.launch)}\n\n{_doc(launch.launch)}\n"
-    )
-    for kind, handle in (
-        (Group, "group"),
-        (Channel, "channel"),
-        (WeightStore, "store"),
-        (Service, "service"),
-    ):
-        parts.append(f"## {kind.__name__}\n\n{_doc(kind)}\n")
-        parts += [_member(kind, name, handle) for name in _public(kind)]
-    return "\n".join(parts)
-
-
-def _training() -> list[str]:
-    """Ready-made training, and what goes around it."""
-
-    def entry(function: Callable[..., Any], home: str) -> str:
-        return f"{_call(f'{home}.{function.__name__}', function)}\n\n{_doc(function)}\n"
-
-    return [
-        "## Training\n",
-        entry(train, "manyhands"),
-        entry(load, "manyhands"),
-        f"`Result`: {_doc(Result)} It has `run_dir`, `summary` (all of summary.json), `solved` and "
-        "`mean_return`.\n",
-        f"`Policy`: {_doc(Policy)}\n",
-        *(_member(Policy, name, "policy") for name in _public(Policy)),
-        "## Environments\n",
-        entry(envs.check_env, "manyhands.envs"),
-        entry(envs.make_vec, "manyhands.envs"),
-    ]
-
-
-def _public(kind: type) -> list[str]:
-    """Methods in the order of the source; those of the machinery have no docstring."""
-    return [n for n, f in vars(kind).items() if not n.startswith("_") and inspect.isfunction(f)] + [
-        n for n in ("__len__",) if n in vars(kind)
-    ]
-
-
-def _member(kind: type, name: str, handle: str) -> str:
-    member = inspect.getattr_static(kind, name)
-    if isinstance(member, property):
-        return f"`{handle}.{name}`\n\n{_doc(member)}\n"
-    if name == "__len__":
-        return f"`len({handle})`\n\n{_doc(member)}\n"
-    text = _doc(member) or _doc(getattr(Group, name, None)) or _PLAIN.get(name, "")
-    return f"{_call(f'{handle}.{name}', member)}\n\n{text}\n"
-
-
-_PLAIN = {
-    "sum": "Element-wise sum over workers.",
-    "max": "Element-wise maximum over workers.",
-    "min": "Element-wise minimum over workers.",
-    "all": "True on all workers if it is true on every one.",
-    "close": "Let go of what this group holds.",
-}
-
-
-def _doc(thing: Any) -> str:
-    """A docstring as Markdown: its `Args:` become a list."""
-    text = inspect.cleandoc(getattr(thing, "__doc__", None) or "")
-    body, _, arguments = text.partition("\nArgs:\n")
-    if not arguments:
-        return text
-    items = re.sub(r"\n {8,}", " ", "\n" + arguments).strip("\n")
-    return f"{body.rstrip()}\n\n" + re.sub(r"(?m)^ {4}([\w, ]+): ", r"- `\1`: ", items)
-
-
-def _call(name: str, function: Callable[..., Any]) -> str:
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
-    words: list[str] = []
-    starred = False
-    for p in parameters:
-        if p.kind is p.KEYWORD_ONLY and not starred:
-            words.append("*")
-            starred = True
-        starred = starred or p.kind is p.VAR_POSITIONAL
-        mark = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
-        words.append(f"{mark}{p.name}" + ("" if p.default is p.empty else f"={p.default!r}"))
-    return f"`{name}({', '.join(words)})`"
+    return [*in_table(["", *columns], rows), "", *below]
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -333,7 +222,7 @@ def errors_page() -> str:
         (errors.CollectiveError, _workers_disagree),
     ):
         message = _message(provoke)
-        parts.append(f"## {kind.__name__}\n\n{_doc(kind)}\n\n```text\n{message}\n```\n")
+        parts.append(f"## {kind.__name__}\n\n{doc(kind)}\n\n```text\n{message}\n```\n")
     parts.append(
         "`WorkerError` has `rank`, `exit_code` and `what` (the worker's own traceback). What a "
         "process\nleaves behind when it ends by one of these is in\n"

@@ -38,7 +38,7 @@ algorithms (`manyhands train ALGORITHM --help` shows all options of one):
 {algorithms}
 
 strategies, by --strategy (with one worker: single):
-  allreduce        every worker collects and learns, gradients are averaged (default)
+  allreduce        all workers collect and learn, gradients are summed (default of a2c, ppo, trpo)
   gather           every worker collects, the main worker learns
   gradient_server  workers push gradients to a server when they are ready; a2c is A3C then
   actor_learner    actors send unrolls to one learner or several (default of impala)
@@ -57,7 +57,7 @@ examples:
   manyhands train --config runs/CartPole-v1/ppo-allreduce/1-20250101-120000/config.toml --seed 2
 """
 
-_WHAT = {
+WHAT = {
     "a2c": "advantage actor-critic: one gradient step on each batch",
     "ppo": "proximal policy optimisation: several passes over each batch, the step clipped",
     "trpo": "trust region policy optimisation: the natural gradient, KL bounded",
@@ -69,7 +69,7 @@ _GROUP_HELP = {
     "run": "What to train, for how long, and where the results go.",
     "worker": "Who works, and how they talk.",
     "batch": "What one update learns from: num_envs × rollout_length steps.",
-    "asynchronous": "For gradient_server and actor_learner, where nobody waits for the slowest.",
+    "asynchronous": "For gradient_server, actor_learner, apex: nobody waits for the slowest.",
     "environment": "How environments are made and seen.",
     "network": "Policy and value function.",
 }
@@ -109,7 +109,7 @@ def parse(argv: list[str]) -> Experiment:
         _options(algorithm, base),
         args=words,
         prog=f"manyhands train {algorithm}",
-        description=f"{_WHAT.get(algorithm, algorithm)}\n\n--config FILE.toml takes what is not "
+        description=f"{WHAT.get(algorithm, algorithm)}\n\n--config FILE.toml takes what is not "
         "given here from a file, such as config.toml of an earlier run.",
         config=(tyro.conf.OmitArgPrefixes,),
     )
@@ -157,12 +157,12 @@ def _split(argv: list[str]) -> tuple[str, str, list[str]]:
             f"{', '.join(support.built())}"
         )
     if algorithm and algorithm not in support.ALGORITHMS:
-        raise ConfigError(f"there is no algorithm {algorithm!r}; {nearest(algorithm, _WHAT)}")
+        raise ConfigError(f"there is no algorithm {algorithm!r}; {nearest(algorithm, WHAT)}")
     return algorithm, file, left
 
 
 def _teach() -> str:
-    rows = "\n".join(f"  {name:<10} {_WHAT.get(name, '')}" for name in support.built())
+    rows = "\n".join(f"  {name:<10} {WHAT.get(name, '')}" for name in support.built())
     return HELP.format(algorithms=rows, engines=", ".join(support.ENGINES))
 
 

@@ -46,6 +46,7 @@ class Replay:
         return self._ring.size
 
     def __len__(self) -> int:
+        """Rows that are there now."""
         return self._ring.size
 
     @property
@@ -84,6 +85,7 @@ class Replay:
         return {"ring": self._ring.state(), "sampler": self._sampler.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what `state` gave."""
         self._ring.load_state(state["ring"])
         self._sampler.load_state(state["sampler"])
 

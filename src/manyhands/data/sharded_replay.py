@@ -124,6 +124,7 @@ class ShardedReplay:
         return self._rings[shard]
 
     def size(self, shard: int) -> int:
+        """Rows of one shard that are there now; `all_size` has those of all."""
         return self._ring(shard).size
 
     @property

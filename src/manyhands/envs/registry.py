@@ -20,7 +20,7 @@ from manyhands.errors import ConfigError, ManyhandsError, SupportError, needs
 
 EnvSource = str | Callable[..., Any]
 
-_ATARI_ID = re.compile(r"^ALE/|NoFrameskip-v\d+$|-ram-v\d+$")
+ATARI_ID = re.compile(r"^ALE/|NoFrameskip-v\d+$|-ram-v\d+$")
 
 
 def resolve(env: EnvSource) -> EnvSource:
@@ -43,7 +43,7 @@ def known_id(env_id: str) -> Any:
     try:
         return gymnasium.spec(env_id)
     except gymnasium.error.Error as first:
-        if register_atari(required=bool(_ATARI_ID.search(env_id))):
+        if register_atari(required=bool(ATARI_ID.search(env_id))):
             try:
                 return gymnasium.spec(env_id)
             except gymnasium.error.Error as second:

@@ -233,7 +233,8 @@ class Records:
         self.folder.event("end", exit=ended, env_steps=steps)
         self.progress.close()
         if self._main:
-            self.progress.say("\n".join(text for text in (end_table(summary), more) if text))
+            table = end_table(self._experiment, summary)
+            self.progress.say("\n".join(text for text in (table, more) if text))
         if self._not_saved:
             raise WorkerError(
                 f"the run has ended ({ended}), but its last checkpoint could not be written: "

@@ -19,11 +19,12 @@ from manyhands import __version__
 from manyhands.errors import ConfigError
 from manyhands.experiment import curves
 from manyhands.experiment import report_page as html
+from manyhands.experiment.bottleneck import bottleneck
 from manyhands.experiment.progress import duration
 from manyhands.experiment.report_lines import number
 from manyhands.experiment.report_pictures import behaviour, picture
 from manyhands.experiment.runs import Run, command_of, group_runs, read_run
-from manyhands.experiment.timing import bottleneck, shares
+from manyhands.experiment.timing import shares
 
 # Phases that have a column and a colour of their own, whatever a run calls the rest
 PHASES = ("rollout", "optimisation", "synchronisation", "logging", "starting", "checkpoint")
@@ -192,9 +193,8 @@ def times(runs: Sequence[Run]) -> str:
     run = runs[0]
     sentence = "No time was measured."
     if run.phases:
-        found = bottleneck(
-            run.phases, int(run.summary["workers"]), wall_seconds=float(run.summary["wall_seconds"])
-        )
+        wall = float(run.summary["wall_seconds"])
+        found = bottleneck(run.phases, run.experiment, wall_seconds=wall)
         sentence = f"{found[0].upper()}{found[1:]}."
     alone = (
         " With gather only the main worker optimises; that is synchronisation to the others."

@@ -8,7 +8,8 @@ from typing import Any
 
 from manyhands import roles
 from manyhands.config import Experiment
-from manyhands.experiment.timing import bottleneck, shares
+from manyhands.experiment.bottleneck import bottleneck
+from manyhands.experiment.timing import shares
 
 
 def start_table(experiment: Experiment, facts: Mapping[str, Any]) -> str:
@@ -39,7 +40,7 @@ def start_table(experiment: Experiment, facts: Mapping[str, Any]) -> str:
     return _aligned(rows)
 
 
-def end_table(summary: Mapping[str, Any]) -> str:
+def end_table(experiment: Experiment, summary: Mapping[str, Any]) -> str:
     """How it went, the seconds and share of each phase, and the bottleneck in one sentence."""
     wall = float(summary["wall_seconds"])
     mean, best = summary.get("mean_return"), summary.get("best_return")
@@ -57,7 +58,7 @@ def end_table(summary: Mapping[str, Any]) -> str:
         rows["time" if i == 0 else " " * i] = f"{name:<16} {seconds:9.2f} s {share:6.1%}"
     lines = _aligned(rows)
     if phases:
-        lines += "\n" + bottleneck(phases, int(summary.get("workers", 1)), wall_seconds=wall)
+        lines += "\n" + bottleneck(phases, experiment, wall_seconds=wall)
     return lines
 
 

@@ -1,8 +1,7 @@
-"""Where the time of a run went, and one plain sentence about it."""
+"""Where the time of a run went."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -67,74 +66,6 @@ class _Phase:
         self.seconds += now - owner._mark
         owner._open.pop()
         owner._mark = now
-
-
-# What a phase's name begins with -> what the time is spent on
-_KINDS = {
-    "rollout": "collecting", "collect": "collecting", "act": "collecting",
-    "env": "environments",
-    "learn": "learning", "update": "learning", "optim": "learning", "prepare": "learning",
-    "sync": "waiting", "wait": "waiting", "gather": "waiting", "broadcast": "waiting",
-    "allreduce": "waiting", "exchange": "waiting",
-    "log": "writing", "checkpoint": "writing", "save": "writing", "record": "writing",
-    "start": "starting", "setup": "starting", "launch": "starting",
-    "everything else": "starting",
-}  # fmt: skip
-
-
-def bottleneck(
-    phases: Phases | Mapping[str, float],
-    workers: int,
-    cores: int | None = None,
-    wall_seconds: float = 0.0,
-) -> str:
-    """One sentence: what took the most time, and what to change.
-
-    With `wall_seconds` the time outside all phases counts too, as "everything else".
-    """
-    totals = phases.totals() if isinstance(phases, Phases) else dict(phases)
-    totals = {name: seconds for name, seconds, _ in shares(totals, wall_seconds)}
-    whole = sum(totals.values())
-    if whole <= 0:
-        return "bottleneck: unknown, no time was measured"
-    by_kind: dict[str, dict[str, float]] = {}
-    for name, seconds in totals.items():
-        by_kind.setdefault(_kind(name), {})[name] = seconds
-    kind, members = max(by_kind.items(), key=lambda item: sum(item[1].values()))
-    share = sum(members.values()) / whole
-    names = " and ".join(sorted(members, key=lambda name: -members[name]))
-    advice = _advice(kind, workers, cores or os.cpu_count() or 1)
-    return f"bottleneck: {names}, {share:.0%} of the time; {advice}"
-
-
-def _kind(name: str) -> str:
-    return next((kind for start, kind in _KINDS.items() if name.startswith(start)), name)
-
-
-def _advice(kind: str, workers: int, cores: int) -> str:
-    more = (
-        f"use more workers (--workers {cores}; {workers} of {cores} cores work now)"
-        if workers < cores
-        else f"all {cores} cores work already; a machine with more would help"
-    )
-    match kind:
-        case "collecting":
-            return f"{more}, or step the environments in C++ (--env-backend envpool)"
-        case "environments":
-            return f"{more}, or step them in C++ (--env-backend envpool)"
-        case "learning":
-            if workers < cores:
-                return f"{more} with --strategy allreduce, or take larger minibatches"
-            return "take larger minibatches, fewer epochs or a smaller network"
-        case "waiting":
-            if workers > cores:
-                return f"{workers} workers share {cores} cores; fewer would wait less (--workers)"
-            return "make updates rarer (a larger --rollout-length) or use fewer workers"
-        case "writing":
-            return "write less often (a larger --log-every)"
-        case "starting":
-            return "the run is too short to say more; use more --steps"
-    return "it is no part of training that we know; look there first"
 
 
 def shares(totals: Mapping[str, float], wall_seconds: float) -> list[tuple[str, float, float]]:

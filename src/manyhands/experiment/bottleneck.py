@@ -1,0 +1,155 @@
+"""The sentence at the end of a run: what took the most time, and what to change.
+
+`PHASES` names every phase that a run measures. The sentence, the report and the tables of the docs
+are read from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from manyhands import support
+from manyhands.config import Experiment
+from manyhands.engines.base import cores as usable_cores
+from manyhands.experiment.timing import Phases, shares
+
+Kind = Literal[
+    "collecting", "learning", "meeting", "no data", "no room", "writing", "saving", "starting"
+]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a phase is, in words, and which advice goes with it."""
+
+    kind: Kind
+    meaning: str
+
+
+PHASES: dict[str, Phase] = {
+    "starting": Phase("starting", "making environments and networks"),
+    "rollout": Phase("collecting", "acting, stepping environments, advantages"),
+    "first priorities": Phase(
+        "collecting", "apex: an actor computes the TD errors of its new transitions"
+    ),
+    "gradient": Phase("learning", "gradient_server: a worker computes the gradient of its rows"),
+    "optimisation": Phase("learning", "gradients and steps, without the waits inside"),
+    "synchronisation": Phase("meeting", "moving data between workers, waiting for each other"),
+    "waiting for data": Phase(
+        "no data", "gradient_server, actor_learner, apex: the server or learner had nothing to do"
+    ),
+    "waiting for room": Phase(
+        "no room", "gradient_server, actor_learner, apex: whoever acts was too far ahead"
+    ),
+    "logging": Phase("writing", "writing the files of the run"),
+    "checkpoint": Phase("saving", "collecting and writing checkpoints"),
+    "everything else": Phase("starting", "time in no phase; shown, not recorded"),
+}
+
+# Gymnasium's own environments of which EnvPool has a copy: where their code lies, but for those
+# that it leaves out.
+_IN_ENVPOOL = re.compile(r"gymnasium\.envs\.(classic_control|box2d|mujoco|toy_text)\b")
+_NOT_IN_ENVPOOL = re.compile(r"Taxi-")
+
+Stepper = Literal["gymnasium", "envpool", "ale", "other"]
+
+
+def stepper_of(env: str, backend: str) -> Stepper:
+    """What steps an environment: "gymnasium" where EnvPool could, too; "other" is nobody's we know.
+
+    Asks nothing but the registry, so that it never fails: a report is also made where the
+    environment is not installed.
+    """
+    import gymnasium
+
+    from manyhands.envs.registry import ATARI_ID
+
+    if backend == "envpool":
+        return "envpool"
+    found = gymnasium.registry.get(env)
+    code = "" if found is None else str(found.entry_point)
+    if backend == "atari" or code.startswith("ale_py") or ATARI_ID.search(env):
+        return "ale"
+    copied = _IN_ENVPOOL.match(code) and not _NOT_IN_ENVPOOL.match(env)
+    return "gymnasium" if copied and backend in ("auto", "gymnasium") else "other"
+
+
+def bottleneck(
+    phases: Phases | Mapping[str, float],
+    experiment: Experiment,
+    *,
+    cores: int | None = None,
+    wall_seconds: float = 0.0,
+) -> str:
+    """One sentence. With `wall_seconds` the time outside all phases counts, too."""
+    totals = phases.totals() if isinstance(phases, Phases) else dict(phases)
+    totals = {name: seconds for name, seconds, _ in shares(totals, wall_seconds)}
+    whole = sum(totals.values())
+    if whole <= 0:
+        return "bottleneck: unknown, no time was measured"
+    by_kind: dict[str, dict[str, float]] = {}
+    for name, seconds in totals.items():
+        kind = PHASES[name].kind if name in PHASES else name
+        by_kind.setdefault(kind, {})[name] = seconds
+    kind, members = max(by_kind.items(), key=lambda item: sum(item[1].values()))
+    share = sum(members.values()) / whole
+    names = " and ".join(sorted(members, key=lambda name: -members[name]))
+    advice = _advice(kind, experiment, cores or usable_cores())
+    return f"bottleneck: {names}, {share:.0%} of the time; {advice}"
+
+
+def _advice(kind: str, experiment: Experiment, cores: int) -> str:
+    run = experiment.run
+    match kind:
+        case "collecting":
+            faster = _FASTER_ENVIRONMENTS[stepper_of(run.env, run.env_backend)]
+            return f"{_more_workers(run.workers, cores)}, or {faster}"
+        case "learning":
+            return ", or ".join(_faster_learning(experiment, cores))
+        case "meeting" if run.workers > cores:
+            return f"{run.workers} workers share {cores} cores; fewer would wait less (--workers)"
+        case "meeting":
+            longer = "--batch-steps" if run.collect == "episodes" else "--rollout-length"
+            return f"make updates rarer (a larger {longer}) or use fewer workers"
+        case "no data":
+            return f"whoever learns waits for those that act: {_more_workers(run.workers, cores)}"
+        case "no room":
+            return "those that act wait for whoever learns: more workers that act bring nothing"
+        case "writing":
+            return "write less often (a larger --log-every)"
+        case "saving":
+            return "save less often (a larger --checkpoint-seconds)"
+        case "starting":
+            return "the run is too short to say more; use more --steps"
+    return "it is no part of training that we know; look there first"
+
+
+_FASTER_ENVIRONMENTS: dict[Stepper, str] = {
+    "gymnasium": "step the environments in C++ (--env-backend envpool)",
+    "envpool": "let more environments share each call of the policy (a larger --num-envs)",
+    "ale": "let more games share each call of the policy (a larger --num-envs)",
+    "other": "profile the environment's own step and reset",
+}
+
+
+def _more_workers(workers: int, cores: int) -> str:
+    if workers < cores:
+        return f"use more workers (--workers {cores}; {workers} of {cores} cores work now)"
+    return f"all {cores} cores work already; a machine with more would help"
+
+
+def _faster_learning(experiment: Experiment, cores: int) -> list[str]:
+    """Only what this algorithm and strategy have."""
+    run, ways = experiment.run, []
+    if run.workers < cores and support.ALGORITHMS[experiment.algorithm]["allreduce"] == support.OK:
+        ways.append(f"{_more_workers(run.workers, cores)} with --strategy allreduce")
+    elif experiment.strategy in ("actor_learner", "apex"):
+        ways.append("let more of the workers learn (a larger --learners)")
+    if hasattr(experiment.options, "minibatch"):
+        ways.append("take larger minibatches (--minibatch) or fewer epochs (--epochs)")
+    if hasattr(experiment.options, "updates_per_step"):
+        ways.append("learn less often (a smaller --updates-per-step)")
+    return [*ways, "take a smaller network (--hidden)"]
