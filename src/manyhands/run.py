@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manyhands import roles
+from manyhands import roles, threads
 from manyhands.config import Experiment, RunConfig, build, from_plain, load_toml, to_plain
 from manyhands.engines import calls, inline, stopping
 from manyhands.engines.launch import Job
@@ -202,11 +202,14 @@ def _run(plain: dict[str, Any], resumed: dict[str, Any] | None) -> Result:
 
 def _run_inline(plain: dict[str, Any], resumed: dict[str, Any] | None) -> list[Any]:
     run = from_plain(plain).run
-    with stopping.SoftStop() as soft:
+
+    def program() -> dict[str, Any]:
+        threads.one_thread_here()
+        return train_worker(plain, resumed)
+
+    with stopping.SoftStop() as soft, threads.one_thread():
         try:
-            return inline.run(
-                lambda: train_worker(plain, resumed), run.workers, run.timeout, _roles(run)
-            )
+            return inline.run(program, run.workers, run.timeout, _roles(run))
         except BaseException:
             if soft.told:  # whatever it became on its way through the workers
                 raise Stopped(soft.asked) from None

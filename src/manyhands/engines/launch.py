@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands import roles as parts
+from manyhands import threads as threads_of
 from manyhands import wire
 from manyhands.engines import calls, inline, stopping
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
 from manyhands.engines.shared import DONE, Board, Segment
 from manyhands.engines.watch import FirstToGo, Supervisor, label, what_ended
 from manyhands.errors import ConfigError, Stopped, SupportError, needs
-
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK")
 
@@ -154,7 +153,7 @@ def _environment(job: Job, board: Board) -> dict[str, str]:
         "OMPI_COMM_WORLD_RANK",
     ):
         env.pop(name, None)
-    for name in _THREADS:
+    for name in threads_of.VARIABLES:
         if job.threads or name not in os.environ:
             env[name] = str(threads)
     for name in (parts.VARIABLE, "MANYHANDS_LIFE"):
@@ -302,7 +301,7 @@ def _run_ray(job: Job) -> list[Any]:
     board = Board(job.workers)
     env = {k: v for k, v in _environment(job, board).items() if k.startswith("MANYHANDS_")}
     threads = job.threads or threads_per_worker(job.workers, job.call)
-    env |= dict.fromkeys(_THREADS, str(threads))
+    env |= dict.fromkeys(threads_of.VARIABLES, str(threads))
     script = os.path.abspath(job.script) if job.script else ""
     try:
         return _ray_asked_first(job, board, env, script)

@@ -6,18 +6,18 @@ Left to itself it writes every deprecation of every model file once an environme
 
 from __future__ import annotations
 
+import importlib
 import sys
+from contextlib import suppress
 from typing import Any
 
 
 def pass_on_what_matters(entry_point: Any = "") -> None:
     """Call it before an environment is made. Imports MuJoCo only for an environment of its own."""
+    if str(entry_point).startswith("gymnasium.envs.mujoco"):
+        with suppress(ImportError):  # making the environment says so, with what to type
+            importlib.import_module("mujoco")
     mujoco = sys.modules.get("mujoco")
-    if mujoco is None and str(entry_point).startswith("gymnasium.envs.mujoco"):
-        try:
-            import mujoco
-        except ImportError:
-            return  # making the environment says so, with what to type
     if mujoco is not None and mujoco.get_mju_user_warning() is None:  # else it is the user's own
         mujoco.set_mju_user_warning(_say)
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from gymnasium.vector import VectorEnv
 
 from manyhands import seeding
@@ -25,6 +24,7 @@ from manyhands.envs.spaces import DictRows, zeros
 from manyhands.errors import ConfigError
 from manyhands.networks.build import has_image
 from manyhands.policy import Policy, load
+from manyhands.threads import one_thread
 
 NUM_ENVS = 8  # side by side: the network's cost is shared, and it need not divide the episodes
 BRANCH = "evaluate"
@@ -142,13 +142,8 @@ def few_threads(policy: Policy) -> Iterator[None]:
     WHY: measured on a busy machine, 100 episodes of CartPole took 20 s with two threads and 3 s
     with one. Images are left alone.
     """
-    before = torch.get_num_threads()
-    if not has_image(policy.model):
-        torch.set_num_threads(1)
-    try:
+    with nullcontext() if has_image(policy.model) else one_thread():
         yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def experiment_of(policy: Policy) -> Experiment:
