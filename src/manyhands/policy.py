@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 
-from manyhands import seeding
+from manyhands import seeding, streams
 from manyhands.config import Experiment, RunConfig, load_toml
 from manyhands.data.rollout import Normaliser, Obs
 from manyhands.envs import make_vec
@@ -34,6 +34,7 @@ from manyhands.trees import Array
 FILE = "policy.safetensors"
 
 
+@streams.given_back()  # environments may draw in the making
 def spaces_of(run: RunConfig) -> tuple[Any, Any]:
     """Observation and action space, of an environment that is made to be looked at."""
     count = 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manyhands import roles, threads
+from manyhands import roles, seeding, streams, threads
 from manyhands.config import Experiment, RunConfig, build, from_plain, load_toml, to_plain
 from manyhands.engines import calls, inline, stopping
 from manyhands.engines.launch import Job
@@ -66,7 +66,8 @@ def train(algorithm: str, **options: Any) -> Result:
     """
     _not_in_a_worker("train")
     experiment = build(algorithm, **options)
-    check(experiment)
+    with streams.given_back():  # environments are made, and may draw, when they are looked at
+        check(experiment)
     return train_experiment(experiment)
 
 
@@ -83,7 +84,8 @@ def resume(run_dir: str | os.PathLike[str], **options: Any) -> Result:
     if not os.path.isfile(os.path.join(folder, "config.toml")):
         raise ConfigError(f"{folder} holds no config.toml: it is not the folder of a run")
     experiment = _changed(load_toml(os.path.join(folder, "config.toml")), options)
-    check(experiment)
+    with streams.given_back():
+        check(experiment)
     with RunLock(folder):
         summary = finished(folder, experiment)
         if summary is not None:
@@ -134,6 +136,8 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
     began = time.perf_counter()
     experiment = from_plain(plain)
     worker = attach()
+    # Before any environment is made: whatever draws from the generators that all share repeats.
+    seeding.seed_everything(experiment.run.seed, "worker", worker.place.rank)
     program = PROGRAMS.get((experiment.algorithm, experiment.strategy))
     if program is not None:
         from manyhands.strategies.life import live
@@ -201,6 +205,8 @@ def _run(plain: dict[str, Any], resumed: dict[str, Any] | None) -> Result:
 
 
 def _run_inline(plain: dict[str, Any], resumed: dict[str, Any] | None) -> list[Any]:
+    import torch  # noqa: F401 (from the beginning, so that its generator is given back too)
+
     run = from_plain(plain).run
 
     def program() -> dict[str, Any]:

@@ -165,6 +165,8 @@ class Crew:
         first = here * self.acting.index(self.rank)
         life = self.session * LIVES + self.life
         seed = run.seed if life == 0 else seeding.integer(run.seed, "life", life)
+        if life:
+            seeding.seed_everything(seed, "worker", self.rank)
         self.envs = make_vec(
             run.env,
             here,

@@ -26,7 +26,7 @@ from manyhands.algorithms.base import Across, Algorithm, Alone
 from manyhands.algorithms.registry import ALGORITHMS
 from manyhands.config import Experiment
 from manyhands.data.episodes import EpisodeCollector
-from manyhands.data.noise import EnvNoise, global_chance, load_global_chance
+from manyhands.data.noise import EnvNoise
 from manyhands.data.rollout import Collector, Rollout
 from manyhands.engines import stopping
 from manyhands.engines.base import Worker
@@ -39,6 +39,7 @@ from manyhands.experiment.state_files import difference
 from manyhands.experiment.timing import Phases
 from manyhands.policy import build_model, build_normaliser
 from manyhands.strategies.across import OverGroup
+from manyhands.streams import global_chance, load_global_chance
 
 _EPISODE = 4  # numbers told of an episode: env, return, length, step at which it ended
 
