@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manyhands import roles, seeding, streams, threads
+from manyhands import devices, roles, seeding, streams, threads
 from manyhands.config import Experiment, RunConfig, build, from_plain, load_toml, to_plain
 from manyhands.engines import calls, inline, stopping
 from manyhands.engines.launch import Job
@@ -144,10 +144,12 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
 
         return live(program, experiment, worker, resumed)
     state = None if resumed is None else checkpoint.load_on_all(worker.group, resumed["checkpoint"])
+    seats = worker.group.exchange(list(devices.seat(experiment.run.device, worker.place)))
     records = Records(
         experiment,
         main=worker.place.rank == 0,
         threads=torch.get_num_threads(),
+        device=devices.told([devices.Seat(*seat) for seat in seats]),
         resumed=state and state["records"],
         notes=resumed["notes"] if resumed else (),
     )

@@ -8,15 +8,14 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from manyhands import devices, wire
 from manyhands import roles as parts
 from manyhands import threads as threads_of
-from manyhands import wire
 from manyhands.engines import calls, inline, stopping
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
 from manyhands.engines.shared import DONE, Board, Segment
@@ -110,28 +109,13 @@ def check(job: Job) -> None:
     if job.timeout < 0:
         raise ConfigError(f"--timeout {job.timeout:g}: seconds, or 0 to wait for ever")
     if job.gpus is not None:
-        present = count_gpus()
+        present = devices.present()
         if job.gpus > present:
             raise ConfigError(
                 f"--gpus {job.gpus}: this machine has {present}; type: --gpus {present}"
             )
     if job.engine == "mpi":
         _mpiexec()
-
-
-def count_gpus() -> int:
-    """CUDA devices that a worker would see, without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([v for v in visible.split(",") if v.strip() not in ("", "-1")])
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return 0
-    try:
-        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
 def threads_per_worker(workers: int, call: str = "") -> int:
