@@ -78,7 +78,11 @@ def test_two_workers_on_two_gpus_get_one_each(
 @pytest.mark.parametrize(
     ("algorithm", "options", "words"),
     [
-        ("impala", {"workers": 3, "learners": 2, "unrolls": 2}, "cuda:0, learner 0; cuda:1, learner 1"),
+        (
+            "impala",
+            {"workers": 3, "learners": 2, "unrolls": 2},
+            "cuda:0, learner 0; cuda:1, learner 1",
+        ),
         ("impala", {"workers": 3}, "cuda:0"),
         ("dqn", {"workers": 1, "learning_starts": 64}, "cuda:0"),
         ("a2c", {"workers": 3, "strategy": "gradient_server"}, "cuda:0"),
