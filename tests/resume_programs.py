@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -60,8 +61,11 @@ def stop_word() -> int:
     return int(signal.SIGTERM) if UPDATES_LEFT[0] == 0 else 0
 
 
-def stop_and_resume(cases: list[list[Any]]) -> None:
-    """One worker's life in (run, the same run stopped after some updates and resumed), by case."""
+def stop_and_resume(cases: list[list[Any]]) -> dict[str, list[float]]:
+    """One worker's life in (run, the same run stopped after some updates and resumed), by case.
+
+    What its environments drew in the run that was not stopped, if they are gamblers.
+    """
     import torch  # noqa: F401 (there, so that its generator is seeded too)
 
     from manyhands.engines import stopping
@@ -71,19 +75,26 @@ def stop_and_resume(cases: list[list[Any]]) -> None:
     place = attach().place
     if place.engine != "inline":  # there it is the whole test's module
         stopping.asked = stop_word
+    drawn: dict[str, list[float]] = {}
     for whole, halved, after in cases:
-        for plain, stop in ((whole, 0), (halved, after)):
-            seeding.seed_everything(7, place.rank)
+        for plain, stop in ((whole, 0), (halved, after)) if halved else ((whole, 0),):
+            seeding.seed_everything(7 + stop, place.rank)  # in new processes: anywhere
             if place.rank == 0:
                 UPDATES_LEFT[0] = stop
+            mine = Gambler.drawn[place.rank] = []
             summary = train_worker(plain)
+            if plain is whole:
+                drawn[str(Path(whole["run"]["run_dir"]).name)] = mine
+        if halved is None:
+            continue
         assert summary["exit"] == "stopped: SIGTERM", summary
-        seeding.seed_everything(8, place.rank)  # as in a new process: elsewhere
+        seeding.seed_everything(6, place.rank)
         attach().group.barrier()
         found, _ = checkpoint.newest(halved["run"]["run_dir"])
         assert found.facts["update"] == after - bool(halved["run"]["overlap"])
         again = train_worker(halved, {"checkpoint": str(found.path), "notes": []})
         assert again["exit"] == "finished", again
+    return drawn
 
 
 # -- what is compared ------------------------------------------------------------------------------
@@ -152,13 +163,6 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 def summary(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "summary.json").read_text()))
-
-
-def without_chance(left: dict[str, Any]) -> dict[str, Any]:
-    """Global generators are not seeded by a training, and nobody here draws from them."""
-    for worker in left["state"]["workers"]:
-        del worker["chance"]
-    return left
 
 
 def at_update(monkeypatch: Any, acts: dict[int, Any]) -> None:
@@ -239,6 +243,43 @@ class Remembers(gymnasium.Env):  # type: ignore[misc]
 
     def _seen(self) -> Any:
         return np.array([self.ever, self.here, self.np_random.random()])
+
+
+class Gambler(gymnasium.Env):  # type: ignore[misc]
+    """Draws from every generator that a process shares, and from none of its own."""
+
+    drawn: ClassVar[dict[int, list[float]]] = {}  # by worker
+
+    def __init__(self, keeps_itself: bool = False) -> None:
+        self.observation_space = gymnasium.spaces.Box(-1e9, 1e9, (4,), np.float64)
+        self.action_space = gymnasium.spaces.Discrete(2)
+        self.born = self.luck = random.random() + np.random.random()
+        self.remembers = keeps_itself
+        if keeps_itself:
+            self.get_state = lambda: {"luck": self.luck, "born": self.born}
+            self.set_state = lambda state: self.__dict__.update(state)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.luck = self.luck if self.remembers else self.born
+        return self._seen(), {}
+
+    def step(self, action: Any) -> Any:
+        seen = self._seen()
+        return seen, float(seen[1] * action), bool(seen[0] < 0.05), False, {}
+
+    def _seen(self) -> Any:
+        import torch
+
+        from manyhands.engines.attach import attach
+
+        fresh = [random.random(), float(np.random.normal()), float(torch.rand(()))]
+        Gambler.drawn.setdefault(attach().place.rank, []).extend(fresh)
+        self.luck = (self.luck + fresh[0]) % 1.0
+        return np.array([*fresh, self.luck])
+
+
+def gambler(**kwargs: Any) -> Any:
+    return Gambler(**kwargs)
 
 
 def forgetful(**_: Any) -> Any:

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from manyhands import model_parts, roles, seeding
+from manyhands import devices, model_parts, roles, seeding
 from manyhands.engines.attach import attach
 from manyhands.engines.base import Channel, Service, WeightStore
 from manyhands.engines.group import Group
@@ -80,11 +80,7 @@ class Parallel:
         """The GPU of this worker's local rank, else the CPU."""
         import torch
 
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        count = min(count, int(os.environ.get("MANYHANDS_GPUS", count)))
-        if count == 0:
-            return torch.device("cpu")
-        return torch.device("cuda", self.worker.place.local_rank % count)
+        return torch.device(devices.name("auto", self.worker.place.local_rank, devices.usable()))
 
     def seed(self, seed: int) -> None:
         """Seed python, numpy and torch; each worker gets a stream of its own."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 
-from manyhands import seeding
+from manyhands import seeding, streams
 from manyhands.config import Experiment, RunConfig, load_toml
 from manyhands.data.rollout import Normaliser, Obs
 from manyhands.envs import make_vec
@@ -34,6 +34,7 @@ from manyhands.trees import Array
 FILE = "policy.safetensors"
 
 
+@streams.given_back()  # environments may draw in the making
 def spaces_of(run: RunConfig) -> tuple[Any, Any]:
     """Observation and action space, of an environment that is made to be looked at."""
     count = 1
@@ -84,13 +85,14 @@ def build_normaliser(experiment: Experiment, observation_space: Any) -> Normalis
 
 def save_policy(folder: Path, model: ActorCritic, normaliser: Normaliser) -> None:
     """Write the whole file or none of it."""
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     arrays = {f"model/{k}": v.detach().cpu().numpy() for k, v in model.state_dict().items()}
     for part, state in normaliser.state().items():
         arrays |= {f"normaliser/{part}/{k}": np.asarray(v) for k, v in state.items()}
     beside = folder / f"{FILE}.tmp"
-    save_file({k: np.asarray(v, order="C") for k, v in arrays.items()}, beside)
+    # WHY not its save_file: that writes a file which only its owner may read, whatever the umask.
+    beside.write_bytes(save({k: np.asarray(v, order="C") for k, v in arrays.items()}))
     os.replace(beside, folder / FILE)
 
 

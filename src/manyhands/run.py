@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manyhands import roles
+from manyhands import devices, roles, seeding, streams, threads
 from manyhands.config import Experiment, RunConfig, build, from_plain, load_toml, to_plain
 from manyhands.engines import calls, inline, joined, stopping
 from manyhands.engines.attach import attach
@@ -73,7 +73,8 @@ def train(algorithm: str, **options: Any) -> Result:
     """
     _not_in_a_worker("train")
     experiment = build(algorithm, **(joined.defaults(options.get("engine")) | options))
-    check(experiment)
+    with streams.given_back():  # environments are made, and may draw, when they are looked at
+        check(experiment)
     return train_experiment(experiment)
 
 
@@ -91,7 +92,8 @@ def resume(run_dir: str | os.PathLike[str], **options: Any) -> Result:
         raise ConfigError(f"{folder} holds no config.toml: it is not the folder of a run")
     launched = {k: v for k, v in joined.defaults(options.get("engine")).items() if k == "engine"}
     experiment = _changed(load_toml(os.path.join(folder, "config.toml")), launched | options)
-    check(experiment)
+    with streams.given_back():
+        check(experiment)
 
     def prepare(stack: ExitStack) -> Plan:
         stack.enter_context(RunLock(folder))
@@ -150,16 +152,20 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
     began = time.perf_counter()
     experiment = from_plain(plain)
     worker = attach()
+    # Before any environment is made: whatever draws from the generators that all share repeats.
+    seeding.seed_everything(experiment.run.seed, "worker", worker.place.rank)
     program = PROGRAMS.get((experiment.algorithm, experiment.strategy))
     if program is not None:
         from manyhands.strategies.life import live
 
         return live(program, experiment, worker, resumed)
     state = None if resumed is None else checkpoint.load_on_all(worker.group, resumed["checkpoint"])
+    seats = worker.group.exchange(list(devices.seat(experiment.run.device, worker.place)))
     records = Records(
         experiment,
         main=worker.place.rank == 0,
         threads=torch.get_num_threads(),
+        device=devices.told([devices.Seat(*seat) for seat in seats]),
         resumed=state and state["records"],
         notes=resumed["notes"] if resumed else (),
     )
@@ -235,24 +241,32 @@ def _start_workers(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dic
 
 
 def _start_inline(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dict[str, Any]:
+    import torch  # noqa: F401 (from the beginning, so that its generator is given back too)
+
     run = from_plain(plain).run
 
     def work() -> dict[str, Any]:
+        threads.one_thread_here()
         return train_worker(plain, resumed)
 
-    with stopping.SoftStop() as soft, soft.named():
+    with stopping.SoftStop() as soft, soft.named(), threads.one_thread():
         summary: dict[str, Any] = inline.run(work, run.workers, run.timeout, _roles(run))[0]
     return summary
 
 
 def _join_workers(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dict[str, Any]:
     """This process is one worker of the run; the main worker's summary, on all."""
+    import torch  # noqa: F401 (as above)
+
     group = attach().group
-    if joined.launched_by_us():
+    with ExitStack() as stack:
+        stack.enter_context(streams.given_back())  # the script that called us may go on
+        if not joined.launched_by_us():
+            soft = stopping.SoftStop(joined=True, speaks=joined.is_main())
+            stack.enter_context(soft)
+            stack.enter_context(soft.named())
+            stack.enter_context(threads.one_thread())
         summary = train_worker(plain, resumed)
-    else:
-        with stopping.SoftStop(joined=True, speaks=joined.is_main()) as soft, soft.named():
-            summary = train_worker(plain, resumed)
     decided: dict[str, Any] = joined.main_decides(group, lambda: summary)
     return decided
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from manyhands import support, validate_replay, validate_roles
+from manyhands import devices, support, validate_replay, validate_roles
 from manyhands.config import Experiment, RunConfig, hints_of, join_faults, nearest
 from manyhands.engines import joined
 from manyhands.errors import ConfigError, ManyhandsError, needs
@@ -235,11 +235,8 @@ def _package_faults(experiment: Experiment) -> Iterator[str]:
         yield f"engine {engine}: {needs(package, engine)}"
     if experiment.run.wandb and importlib.util.find_spec("wandb") is None:
         yield f"wandb={experiment.run.wandb}: {needs('wandb', 'wandb')}"
-    if experiment.run.device == "cuda":
-        import torch  # slow to import: only when it is asked about
-
-        if not torch.cuda.is_available():
-            yield "device=cuda, but torch finds no GPU here; type: --device cpu"
+    if experiment.run.device == "cuda" and not devices.usable():
+        yield "device=cuda, but torch finds no GPU here; type: --device cpu"
 
 
 # -- environment -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 
 import gymnasium
 import numpy as np
@@ -176,3 +177,28 @@ def test_sleep_and_delayed_toys() -> None:
     slow = make_vec("manyhands/Sleep-v0", 2, seconds=0.0, limit=4)
     slow.reset()
     assert sum(len(slow.step(np.zeros(2, int)).episodes) for _ in range(8)) == 4
+
+
+def test_of_mujoco_only_what_matters_is_heard() -> None:
+    # In a process of its own: MuJoCo keeps one hearer a process, and its log in the working folder.
+    code = (
+        "import mujoco, os\n"
+        "from manyhands.envs import make_vec\n"
+        "envs = make_vec('HalfCheetah-v5', 2)\n"
+        "envs.reset()\n"
+        "old = '<mujoco><compiler settotalmass=\"1\"/><worldbody/></mujoco>'\n"
+        "mujoco.MjModel.from_xml_string(old)\n"
+        "cheetah = envs.envs[0].unwrapped\n"
+        "cheetah.data.qvel[:] = 1e12\n"
+        "mujoco.mj_step(cheetah.model, cheetah.data)\n"
+        "assert not os.path.exists('MUJOCO_LOG.TXT')\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=folder
+        )
+    assert done.returncode == 0, done.stderr
+    said = (done.stdout + done.stderr).strip().splitlines()
+    assert len(said) == 1, said
+    assert "MuJoCo: " in said[0]
+    assert "unstable" in said[0]

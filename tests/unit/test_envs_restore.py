@@ -12,11 +12,12 @@ import torch
 from resume_programs import Forgetful, Remembers, check_same
 
 from manyhands import seeding
-from manyhands.data.noise import EnvNoise, global_chance, load_global_chance
+from manyhands.data.noise import EnvNoise
 from manyhands.envs import make_vec
 from manyhands.envs.loop import EnvLoop
 from manyhands.envs.replay import ActionLog, keeps_itself
 from manyhands.experiment.state_files import pack, unpack
+from manyhands.streams import global_chance, load_global_chance
 
 
 def played(envs: Any, obs: Any, steps: int, seed: int) -> list[Any]:

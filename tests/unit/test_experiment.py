@@ -288,3 +288,40 @@ def test_end_table(experiment: Experiment) -> None:
     assert lines[5].split()[:2] == ["everything", "else"]
     assert lines[6].startswith("bottleneck: rollout, 70% of the time")
     assert "no episode has finished" in end_table(experiment, SUMMARY)
+
+
+# -- who may read it -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
+def test_every_file_of_a_run_follows_the_umask(umask: int, tmp_path: Path) -> None:
+    import manyhands as mh
+    from manyhands.experiment.curves import plot
+    from manyhands.experiment.report import write_report
+    from manyhands.experiment.runs import read_run
+    from manyhands.experiment.video import film, go_headless
+
+    go_headless()
+    run = tmp_path / "run"
+    before = os.umask(umask)
+    try:
+        mh.train("a2c", env="CartPole-v1", engine="inline", num_envs=2, steps=400, hidden=(8,),
+                 quiet=True, run_dir=str(run))  # fmt: skip
+        mh.resume(run, steps=800)
+        if umask == 0o007:  # no mode that is written down somewhere looks like it
+            policy = mh.load(run)
+            policy.export(run / "policy.pt")
+            policy.export(run / "policy.onnx")
+            film(policy, run / "film.gif", max_length=3)
+            plot([read_run(run)], run / "curves.png")
+            write_report([run], None, video=False)
+    finally:
+        os.umask(before)
+    found = {path: path.stat().st_mode & 0o777 for path in run.rglob("*")}
+    expected = {path: (0o777 if path.is_dir() else 0o666) & ~umask for path in found}
+    assert found == expected
+    names = {path.name for path in found}
+    written = "config.toml metrics.csv metrics.jsonl episodes.csv events.jsonl summary.json"
+    assert {*written.split(), "policy.safetensors", "tensorboard", "state.safetensors"} <= names
+    if umask == 0o007:
+        assert {"policy.pt", "policy.onnx", "film.gif", "curves.png", "report.html"} <= names

@@ -12,9 +12,9 @@ import sys
 import time
 from typing import Any
 
-from manyhands import __version__
+from manyhands import __version__, devices
 from manyhands.engines.base import ENGINES
-from manyhands.engines.launch import count_gpus, launch
+from manyhands.engines.launch import launch
 from manyhands.errors import ManyhandsError
 
 PACKAGES = {
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 def machine() -> dict[str, str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    gpus = count_gpus()
+    gpus = devices.present()
     return {
         "manyhands": __version__,
         "python": f"{platform.python_version()} on {platform.platform()}",

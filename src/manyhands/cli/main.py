@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from manyhands import __version__
+from manyhands import __version__, threads
 from manyhands.errors import ConfigError, ManyhandsError, Stopped, WorkerError
 
 COMMANDS = {
@@ -125,7 +125,7 @@ def _answer(words: list[str]) -> int:
     if words[0] in ("train", "resume"):
         # Before numpy is imported: the inline engine learns in this very process, and on small
         # networks a second BLAS thread costs more than it brings.
-        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        for name in threads.VARIABLES:
             os.environ.setdefault(name, "1")
     return _run(words[0], words[1:])
 

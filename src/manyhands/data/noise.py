@@ -6,8 +6,6 @@ so that a run with four workers plays the episodes of a run with one.
 
 from __future__ import annotations
 
-import random
-import sys
 from typing import Any
 
 import numpy as np
@@ -49,23 +47,3 @@ class EnvNoise:
         for stream, saved in zip(self._streams, state["streams"], strict=True):
             stream.bit_generator.state = saved
         self._drawn = {(k, tuple(s)): (block, at) for k, s, block, at in state["drawn"]}
-
-
-def global_chance() -> dict[str, Any]:
-    """Where Python's, numpy's and torch's global generators stand: environments may use them."""
-    version, words, gauss = random.getstate()
-    torch = sys.modules.get("torch")
-    return {
-        "python": {"version": version, "words": np.array(words, np.uint64), "gauss": gauss},
-        "numpy": np.random.get_state(legacy=False),
-        "torch": None if torch is None else torch.get_rng_state(),
-    }
-
-
-def load_global_chance(state: dict[str, Any]) -> None:
-    python = state["python"]
-    words = tuple(int(word) for word in python["words"])
-    random.setstate((int(python["version"]), words, python["gauss"]))
-    np.random.set_state(state["numpy"])
-    if state["torch"] is not None:
-        sys.modules["torch"].set_rng_state(state["torch"])

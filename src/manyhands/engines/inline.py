@@ -3,14 +3,13 @@
 Each worker is a thread, but only the holder of the baton runs. A worker hands the baton on only
 where it would wait; then the next worker that can go on, counting upwards, gets it. Python's,
 numpy's and torch's random states change hands with the baton, so that each worker draws the
-numbers it would draw in a process of its own.
+numbers it would draw in a process of its own; at the end they are what they were before.
 
 When nobody can go on, time jumps to the earliest deadline: a deadlock shows at once, by name.
 """
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 import traceback
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands import roles
+from manyhands import roles, streams
 from manyhands.engines.base import (
     Channel,
     Place,
@@ -79,7 +78,7 @@ class World:
         self._waits: list[_Wait | None] = [None] * size
         self._finished = [False] * size
         self.threads: list[int | None] = [None] * size  # for a watchdog to look into
-        self._random: list[Any] = [None] * size
+        self._streams: list[dict[str, Any]] = [{} for _ in range(size)]
         self._main: list[Any] = [None] * size
         self.workers = [InlineWorker(self, rank) for rank in range(size)]
 
@@ -87,6 +86,15 @@ class World:
 
     def run(self, program: Callable[[], Any]) -> list[Any]:
         results: list[Any] = [None] * self.size
+        if self.size > 1:
+            self._streams = [streams.copy_all(streams.take_all()) for _ in range(self.size)]
+        with streams.given_back():
+            self._run(program, results)
+        if self.failures:
+            raise self._failure()
+        return results
+
+    def _run(self, program: Callable[[], Any], results: list[Any]) -> None:
         threads = [
             threading.Thread(
                 target=self._life, args=(rank, program, results), name=f"worker-{rank}", daemon=True
@@ -102,9 +110,6 @@ class World:
                 thread.join(5.0)  # all have failed or finished by now; a stuck one is a daemon
         finally:
             _HERE.worker = outside
-        if self.failures:
-            raise self._failure()
-        return results
 
     def _life(self, rank: int, program: Callable[[], Any], results: list[Any]) -> None:
         _HERE.worker = self.workers[rank]
@@ -214,23 +219,15 @@ class World:
     def _save(self, rank: int) -> None:
         if self.size == 1:
             return
-        torch = sys.modules.get("torch")
-        self._random[rank] = (
-            random.getstate(),
-            np.random.get_state(),
-            torch.get_rng_state() if torch is not None else None,
-        )
+        self._streams[rank] = streams.take_all()
         self._main[rank] = sys.modules.get("__main__")
 
     def _restore(self, rank: int) -> None:
-        if self.size == 1 or self._random[rank] is None:
+        if self.size == 1:
             return
-        python, numpy, tensor = self._random[rank]
-        random.setstate(python)
-        np.random.set_state(numpy)
-        if tensor is not None:
-            sys.modules["torch"].set_rng_state(tensor)
-        sys.modules["__main__"] = self._main[rank]
+        streams.put_all(self._streams[rank])
+        if self._main[rank] is not None:
+            sys.modules["__main__"] = self._main[rank]
 
 
 class _Wait:

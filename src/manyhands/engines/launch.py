@@ -8,21 +8,19 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from manyhands import devices, wire
 from manyhands import roles as parts
-from manyhands import wire
+from manyhands import threads as threads_of
 from manyhands.engines import calls, inline, stopping
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
 from manyhands.engines.shared import DONE, Board, Segment
 from manyhands.engines.watch import FirstToGo, Supervisor, label, what_ended
 from manyhands.errors import ConfigError, Stopped, SupportError, needs
-
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK")
 
@@ -111,28 +109,13 @@ def check(job: Job) -> None:
     if job.timeout < 0:
         raise ConfigError(f"--timeout {job.timeout:g}: seconds, or 0 to wait for ever")
     if job.gpus is not None:
-        present = count_gpus()
+        present = devices.present()
         if job.gpus > present:
             raise ConfigError(
                 f"--gpus {job.gpus}: this machine has {present}; type: --gpus {present}"
             )
     if job.engine == "mpi":
         _mpiexec()
-
-
-def count_gpus() -> int:
-    """CUDA devices that a worker would see, without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([v for v in visible.split(",") if v.strip() not in ("", "-1")])
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return 0
-    try:
-        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
 def threads_per_worker(workers: int, call: str = "") -> int:
@@ -154,7 +137,7 @@ def _environment(job: Job, board: Board) -> dict[str, str]:
         "OMPI_COMM_WORLD_RANK",
     ):
         env.pop(name, None)
-    for name in _THREADS:
+    for name in threads_of.VARIABLES:
         if job.threads or name not in os.environ:
             env[name] = str(threads)
     for name in (parts.VARIABLE, "MANYHANDS_LIFE"):
@@ -302,7 +285,7 @@ def _run_ray(job: Job) -> list[Any]:
     board = Board(job.workers)
     env = {k: v for k, v in _environment(job, board).items() if k.startswith("MANYHANDS_")}
     threads = job.threads or threads_per_worker(job.workers, job.call)
-    env |= dict.fromkeys(_THREADS, str(threads))
+    env |= dict.fromkeys(threads_of.VARIABLES, str(threads))
     script = os.path.abspath(job.script) if job.script else ""
     try:
         return _ray_asked_first(job, board, env, script)

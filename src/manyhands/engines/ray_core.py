@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from manyhands import wire
+from manyhands import threads, wire
 from manyhands.engines import process
 from manyhands.engines.ray_session import Session
 from manyhands.engines.ray_worker import DESK, START_SECONDS
@@ -55,9 +55,8 @@ def run(*, workers: int, run_worker: str, payload: dict[str, Any], timeout: floa
         WorkerError: a worker failed; the true cause, not what followed from it.
     """
     caps = str(max(1, int(cpus_per_worker)))
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     env = {
-        **{n: os.environ.get(n, caps) for n in names},
+        **{n: os.environ.get(n, caps) for n in threads.VARIABLES},
         "MANYHANDS_TIMEOUT": f"{timeout:g}",
         **env,
     }

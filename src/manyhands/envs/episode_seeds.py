@@ -8,6 +8,8 @@ same ones: a test compares them, and would fail if numpy ever changed its hash.
 
 from __future__ import annotations
 
+import numpy as np
+
 from manyhands import seeding
 
 # numpy's SeedSequence (after M. E. O'Neill's seed_seq_fe), constants as in its source.
@@ -35,6 +37,11 @@ class EpisodeSeeds:
             moved = constant * _MULT_A & _WORD
             self._constants.append((constant, moved))
             constant = moved
+
+    def chance(self, episode: int) -> np.random.SeedSequence:
+        """Of the global streams that an environment may draw from; see `own_chance.py`."""
+        seed, worker, env = self._key
+        return seeding.sequence(seed, "chance", worker, env, episode)
 
     def __call__(self, episode: int) -> int:
         if episode > _WORD or max(self._key[1:]) > _WORD:  # more than one word: the long way

@@ -17,6 +17,7 @@ import numpy as np
 
 from manyhands.envs import replay
 from manyhands.envs.adapter import Final, Restored, Step, VecAdapter
+from manyhands.envs.own_chance import OwnChance
 from manyhands.envs.replay import ActionLog, own_state, put_back, same
 from manyhands.envs.spaces import (
     Array,
@@ -79,11 +80,13 @@ class EnvLoop(VecAdapter):
         )
         self._episode_seeds = episode_seeds
         self._reward_clip = reward_clip
-        self._steps = [env.step for env in self.envs]  # bound once: one lookup less per step
         self._finite_one = FiniteCheck(self.observation_space, 1)
         self._numbers = range(self.num_envs)
         self._plain = not isinstance(self.observation_space, gymnasium.spaces.Dict)
         self._log = ActionLog()  # what a resume needs to play the running episodes again
+        # Without a seed an environment draws from wherever its user has put the generators.
+        self._chance = None if seed is None else OwnChance(self.num_envs, self._chance_of)
+        self._bind_steps()
 
     def reset(self, out: Obs | None = None) -> Obs:
         obs = zeros(self.observation_space, (self.num_envs,)) if out is None else out
@@ -93,6 +96,7 @@ class EnvLoop(VecAdapter):
             if fault := shape_fault(self.observation_space, value):
                 raise ConfigError(f"env {i}: reset() gave an observation whose {fault}")
             rows[i] = value
+        self._leave_chance()
         self._running = True
         self._check_row(obs)
         return obs
@@ -123,6 +127,10 @@ class EnvLoop(VecAdapter):
         except Exception as error:
             self._annotate(error, i, sent)
             raise
+        finally:
+            self._leave_chance()
+        if self._chance is not None and self._chance.tick():
+            self._bind_steps()
         self._store_rewards(rewards, row)
         self._check_row(row.obs)
         return row
@@ -134,6 +142,9 @@ class EnvLoop(VecAdapter):
 
     def state(self, obs: Obs) -> dict[str, Any]:
         starts, own = self._starts, [own_state(env) for env in self.envs]
+        for i, kept in enumerate(own):  # these are not played again
+            if kept is not None and self._chance is not None:
+                kept["streams"] = self._chance.streams_of(i)
         actions = [self._log.of(i, starts[i]) if own[i] is None else None for i in self._numbers]
         return super().state(obs) | {
             "clock": self._clock,
@@ -143,6 +154,7 @@ class EnvLoop(VecAdapter):
             "obs": obs,
             "actions": actions,
             "own": own,
+            "chance": None if self._chance is None else self._chance.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> Restored:
@@ -150,6 +162,9 @@ class EnvLoop(VecAdapter):
         self._clock = int(state["clock"])
         self._starts = [int(start) for start in state["starts"]]
         self._seeds = list(state["seeds"])
+        if self._chance is not None and state.get("chance") is not None:
+            self._chance.load_state(state["chance"])
+            self._bind_steps()
         obs = zeros(self.observation_space, (self.num_envs,))
         rows = obs if self._plain else DictRows(obs)
         reasons: dict[int, str] = {}
@@ -161,15 +176,20 @@ class EnvLoop(VecAdapter):
         self._log.load(self._clock, state["actions"])
         for i in reasons:
             rows[i] = self._reset_one(i, seeded=True)
+        self._leave_chance()
         self._running = True
         return Restored(obs, list(reasons), list(reasons.values()))
 
     def _go_on(self, i: int, state: dict[str, Any], deadline: float) -> str:
         """Bring env i back to where it was in its episode; why that was not possible, or ""."""
         env, seed, total = self.envs[i], self._seeds[i], float(state["returns"][i])
-        if state["own"][i] is not None:
-            put_back(env, state["own"][i], seed, self._length(i))
+        self._enter_chance(i, self._begun[i] - 1)
+        if (kept := state["own"][i]) is not None:
+            put_back(env, kept, seed, self._length(i))
             self._returns[i] = total
+            if self._chance is not None:
+                self._chance.leave()
+                self._chance.load_streams_of(i, kept.get("streams", {}))
             return ""
         actions = state["actions"][i]
         if seed is None:
@@ -177,13 +197,15 @@ class EnvLoop(VecAdapter):
         if actions is None:
             return "is too long for its actions to be played again"
         value, _ = env.reset(seed=seed)
+        self._leave_chance()
         ended, self._returns[i] = False, 0.0
         for action in actions:
             if ended:
                 break
             if time.perf_counter() > deadline:
                 return f"takes too long to play again (more than {replay.SECONDS:g} s)"
-            value, reward, terminated, truncated, _ = env.step(action)
+            value, reward, terminated, truncated, _ = self._steps[i](action)
+            self._leave_chance()  # after each step, as in step()
             self._returns[i] += reward  # in the environment's own type, as in step()
             ended = terminated or truncated
         seen = copy_single(self.observation_space, value)
@@ -204,9 +226,44 @@ class EnvLoop(VecAdapter):
 
     def _reset_one(self, i: int, *, seeded: bool) -> Any:
         seed = self._episode_seed(i) if seeded else None
+        self._enter_chance(i, self._begun[i] if seeded else None)
         observation, _ = self.envs[i].reset(seed=seed)
         self._begin(i, seed)
         return observation
+
+    # -- what environments draw from global generators ------------------------------------------
+
+    def _chance_of(self, env: int, episode: int) -> np.random.SeedSequence:
+        return self._seed_of[env].chance(episode)
+
+    def _bind_steps(self) -> None:
+        """Bound once: one lookup less per step; within its own streams where it draws from them."""
+        shared = self._chance is None or not self._chance.kinds
+        step_of = (lambda i: self.envs[i].step) if shared else self._own_step
+        self._steps: list[Callable[[Any], Any]] = [step_of(i) for i in self._numbers]
+
+    def _own_step(self, i: int) -> Callable[[Any], Any]:
+        assert self._chance is not None
+        enter, step = self._chance.enter, self.envs[i].step
+
+        def own_step(action: Any) -> Any:
+            enter(i)
+            return step(action)
+
+        return own_step
+
+    def _enter_chance(self, i: int, episode: int | None) -> None:
+        """Before env i begins an episode; None: its generators run on."""
+        if self._chance is None:
+            return
+        if episode is None:
+            self._chance.enter(i)
+        else:
+            self._chance.begin(i, episode)
+
+    def _leave_chance(self) -> None:
+        if self._chance is not None:
+            self._chance.leave()
 
     def _store_rewards(self, rewards: list[float], row: Step) -> None:
         row.reward[:] = rewards

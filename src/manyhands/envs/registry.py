@@ -16,6 +16,7 @@ from typing import Any
 
 import gymnasium
 
+from manyhands.envs import mujoco_words
 from manyhands.errors import ConfigError, ManyhandsError, SupportError, needs
 
 EnvSource = str | Callable[..., Any]
@@ -90,12 +91,18 @@ def env_factory(env: EnvSource, env_kwargs: dict[str, Any]) -> Callable[[], Any]
     """
     if not isinstance(env, str):
         factory = env
-        return lambda: factory(**env_kwargs)
+
+        def make_own() -> Any:
+            mujoco_words.pass_on_what_matters()
+            return factory(**env_kwargs)
+
+        return make_own
 
     spec = copy.deepcopy(known_id(env))
     spec.order_enforce = False
 
     def make() -> Any:
+        mujoco_words.pass_on_what_matters(spec.entry_point)
         with friendly_errors(env):
             return gymnasium.make(spec, disable_env_checker=True, **env_kwargs)
 

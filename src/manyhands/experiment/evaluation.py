@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from gymnasium.vector import VectorEnv
 
-from manyhands import seeding
+from manyhands import seeding, streams
 from manyhands.config import Experiment
 from manyhands.envs import make_vec
+from manyhands.envs.own_chance import OwnChance
 from manyhands.envs.registry import env_factory, is_atari, resolve
 from manyhands.envs.spaces import DictRows, zeros
 from manyhands.errors import ConfigError
 from manyhands.networks.build import has_image
 from manyhands.policy import Policy, load
+from manyhands.threads import one_thread
 
 NUM_ENVS = 8  # side by side: the network's cost is shared, and it need not divide the episodes
 BRANCH = "evaluate"
@@ -122,8 +123,9 @@ def evaluate(
     root = experiment.run.seed if seed is None else seed
     policy.seed(root, BRANCH, "actions")
     found = Evaluation(experiment.run.env, os.fspath(run_dir), root, deterministic)
-    envs = _single_envs(experiment, min(num_envs, episodes))
-    with few_threads(policy):
+    with few_threads(policy), streams.given_back():
+        seeding.seed_everything(root, BRANCH, "worker")  # what environments draw in the making
+        envs = _single_envs(experiment, min(num_envs, episodes))
         if envs is None:
             _play_vector(policy, experiment, episodes, min(num_envs, episodes), found, tell)
             return found
@@ -142,13 +144,8 @@ def few_threads(policy: Policy) -> Iterator[None]:
     WHY: measured on a busy machine, 100 episodes of CartPole took 20 s with two threads and 3 s
     with one. Images are left alone.
     """
-    before = torch.get_num_threads()
-    if not has_image(policy.model):
-        torch.set_num_threads(1)
-    try:
+    with nullcontext() if has_image(policy.model) else one_thread():
         yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def experiment_of(policy: Policy) -> Experiment:
@@ -188,6 +185,7 @@ class _Slot:
     """One environment and the episode that it plays now."""
 
     env: Any
+    place: int  # of the environment among all
     episode: int
     total: float = 0.0
     length: int = 0
@@ -199,10 +197,17 @@ def _play(
 ) -> None:  # fmt: skip
     """Every environment takes the next episode that nobody has begun, until there is none."""
     ended: dict[int, tuple[float, int, bool | None]] = {}
-    slots = [_Slot(env, i) for i, env in enumerate(envs)]
+    slots = [_Slot(env, i, i) for i, env in enumerate(envs)]
     begun = len(slots)
     policy.reset()
-    observations = [s.env.reset(seed=episode_seed(found.seed, s.episode))[0] for s in slots]
+    chance = OwnChance(len(envs), lambda _, i: seeding.sequence(found.seed, BRANCH, "chance", i))
+
+    def first_of(slot: _Slot) -> Any:
+        chance.begin(slot.place, slot.episode)
+        return slot.env.reset(seed=episode_seed(found.seed, slot.episode))[0]
+
+    observations = [first_of(slot) for slot in slots]
+    chance.leave()
     while slots:
         actions = policy.act_batch(_stacked(policy, observations), found.deterministic)
         going: list[_Slot] = []
@@ -210,6 +215,7 @@ def _play(
         rows: list[int] = []  # of those that go on
         fresh: list[int] = []  # of those whose episode is a new one
         for row, (slot, action) in enumerate(zip(slots, actions, strict=True)):
+            chance.enter(slot.place)
             observation, reward, terminated, truncated, info = slot.env.step(action)
             slot.total += float(reward)
             slot.length += 1
@@ -220,13 +226,15 @@ def _play(
                     tell(len(ended), float(np.mean([row[0] for row in ended.values()])))
                 if begun == episodes:
                     continue
-                slot = _Slot(slot.env, begun)
+                slot = _Slot(slot.env, slot.place, begun)
                 begun += 1
                 fresh.append(row)
-                observation, _ = slot.env.reset(seed=episode_seed(found.seed, slot.episode))
+                observation = first_of(slot)
             going.append(slot)
             seen.append(observation)
             rows.append(row)
+        chance.leave()
+        chance.tick()
         policy.reset(fresh)  # before rows are left out: these are numbers in the last batch
         policy.keep(rows)
         slots, observations = going, seen

@@ -53,7 +53,7 @@ class RunLock:
 
     def _open(self) -> int:
         while True:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             free, holder = _take(fd), _holder(fd)
             if not free or _is_alive(holder):
                 os.close(fd)

@@ -25,7 +25,7 @@ class Appended:
     """A file that grows by whole rows: one that the disk refuses leaves nothing behind."""
 
     def __init__(self, path: StrPath) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self.size = os.fstat(self._fd).st_size
 
     def write(self, text: str) -> None:

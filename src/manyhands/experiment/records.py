@@ -35,6 +35,7 @@ class Records:
         experiment: what runs.
         main: whether this is the worker that writes.
         threads: of each process, to be told.
+        device: who computes where, to be told.
         resumed: the "records" of the checkpoint that the run goes on from.
         notes: what is to be said about that checkpoint.
     """
@@ -45,6 +46,7 @@ class Records:
         *,
         main: bool,
         threads: int = 1,
+        device: str = "cpu",
         resumed: Mapping[str, Any] | None = None,
         notes: Sequence[str] = (),
     ) -> None:
@@ -66,29 +68,30 @@ class Records:
             self.returns.load_state(resumed["returns"])
             self.purge_step = self._resumed_steps + 1
         if main:
-            self._open(resumed, list(notes))
+            self._open(resumed, list(notes), device)
         plain = to_plain(experiment)
         self._sinks = make_sinks(run, self.folder.path, plain, self.purge_step)
         self.progress = Progress(
             run.steps, quiet=run.quiet or not main, target=run.target_return, workers=run.workers
         )
         if main:
-            facts: dict[str, Any] = {"threads": threads, "device": run.device}
+            facts: dict[str, Any] = {"threads": threads, "device": device}
             facts["run_dir"] = self.folder.path
             if resumed is not None:
                 facts["resumed"] = f"at step {number(self._resumed_steps)}"
             self.progress.say(start_table(experiment, facts))
 
-    def _open(self, resumed: Mapping[str, Any] | None, notes: list[str]) -> None:
+    def _open(self, resumed: Mapping[str, Any] | None, notes: list[str], device: str) -> None:
         run = self._experiment.run
+        where: dict[str, Any] = {"workers": run.workers, "engine": run.engine, "device": device}
         if resumed is None:
             self.folder = RunFolder.of(self._experiment)
-            self.folder.event("start", workers=run.workers, engine=run.engine)
+            self.folder.event("start", **where)
             return
         self.folder = RunFolder(run.run_dir)
         notes += self.folder.reopen(self._experiment, resumed["rows"], resumed["wall_seconds"])
         facts = {"env_steps": self._resumed_steps, "steps": run.steps}
-        self.folder.event("resume", workers=run.workers, engine=run.engine, **facts)
+        self.folder.event("resume", **where, **facts)
         self.note(notes)
 
     @property

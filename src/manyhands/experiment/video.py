@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from manyhands import seeding
+from manyhands import seeding, streams
 from manyhands.config import Experiment
 from manyhands.envs import make_vec
 from manyhands.envs.registry import env_factory, is_atari, resolve
@@ -317,6 +317,7 @@ class Film:
             self._beside.unlink(missing_ok=True)
 
 
+@streams.given_back()
 def film(
     policy: Policy,
     path: str | os.PathLike[str],
@@ -334,6 +335,7 @@ def film(
     experiment = experiment_of(policy)
     root = experiment.run.seed if seed is None else seed
     policy.seed(root, BRANCH, "actions")
+    seeding.seed_everything(root, BRANCH, "worker")  # an environment may draw from these
     stage = stage_of(experiment)
     try:
         with few_threads(policy), Film(path, fps or stage.fps, width=width) as reel:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands import roles, seeding
+from manyhands import devices, roles, seeding
 from manyhands.algorithms.base import Algorithm
 from manyhands.algorithms.registry import ALGORITHMS
 from manyhands.config import Experiment
@@ -31,7 +31,6 @@ from manyhands.errors import CollectiveError, WorkerError
 from manyhands.experiment.timing import Phases
 from manyhands.math.running_stats import Moments, RunningStats
 from manyhands.policy import build_model, build_normaliser, spaces_of
-from manyhands.strategies.team import device_of
 
 Parcel = dict[str, Any]
 POLICY, PARCELS = "manyhands: policy", "manyhands: parcels"
@@ -90,7 +89,10 @@ class Crew:
         self.normaliser = build_normaliser(self.experiment, self.spaces[0])
         model = build_model(self.experiment, *self.spaces)
         acts = self.part.role in ("actor", "worker")
-        device = torch.device("cpu") if acts else device_of(run.device)
+        learns = (not acts and self.part.role != "reducer") or run.workers == 1
+        who = f"{self.part.role} {self.part.rank}"
+        self.seat = devices.seat(run.device if learns else "cpu", self.worker.place, who)
+        device = devices.to_compute_on(self.seat.device)
         # Learners of images get the cores that are left. WHY not all learners: threads that meet
         # after every small product of an MLP cost more than they bring, and on a machine with other
         # jobs a hundred times more.
@@ -165,6 +167,8 @@ class Crew:
         first = here * self.acting.index(self.rank)
         life = self.session * LIVES + self.life
         seed = run.seed if life == 0 else seeding.integer(run.seed, "life", life)
+        if life:
+            seeding.seed_everything(seed, "worker", self.rank)
         self.envs = make_vec(
             run.env,
             here,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from manyhands import devices
 from manyhands.config import Experiment
 from manyhands.engines import stopping
 from manyhands.engines.base import Worker
@@ -35,10 +36,12 @@ def live(
         crew.group = group_among(worker.group, learners, "learners")
     acts = crew.part.role in ("actor", "worker", "reducer") and not crew.is_main
     state = None if acts or resumed is None else _state(crew, resumed["checkpoint"])
+    seats = [list(crew.seat)] if crew.group is None else crew.group.exchange(list(crew.seat))
     records = Records(
         experiment,
         main=crew.is_main,
         threads=torch.get_num_threads(),
+        device=devices.told([devices.Seat(*seat) for seat in seats]),
         resumed=state and state["records"],
         notes=resumed["notes"] if resumed and not acts else (),
     )

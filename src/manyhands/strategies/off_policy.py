@@ -20,7 +20,6 @@ from manyhands.algorithms.base import Across, Alone, Batch, Info
 from manyhands.algorithms.off_policy import OffPolicy
 from manyhands.data.frames import Frames, HeldFrames, StackLog
 from manyhands.data.n_step import NStep
-from manyhands.data.noise import global_chance, load_global_chance
 from manyhands.data.observations import copy_into
 from manyhands.data.replay import PrioritizedReplay, Replay
 from manyhands.data.rollout import Obs
@@ -30,6 +29,7 @@ from manyhands.experiment.records import Records
 from manyhands.math.schedules import make_schedule
 from manyhands.strategies.crew import Crew
 from manyhands.strategies.ledger import Ledger
+from manyhands.streams import global_chance, load_global_chance
 from manyhands.trees import Array
 
 

@@ -19,14 +19,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
-from manyhands import wire
+from manyhands import devices, wire
 from manyhands.algorithms.base import Across, Algorithm, Alone
 from manyhands.algorithms.registry import ALGORITHMS
 from manyhands.config import Experiment
 from manyhands.data.episodes import EpisodeCollector
-from manyhands.data.noise import EnvNoise, global_chance, load_global_chance
+from manyhands.data.noise import EnvNoise
 from manyhands.data.rollout import Collector, Rollout
 from manyhands.engines import stopping
 from manyhands.engines.base import Worker
@@ -39,14 +38,9 @@ from manyhands.experiment.state_files import difference
 from manyhands.experiment.timing import Phases
 from manyhands.policy import build_model, build_normaliser
 from manyhands.strategies.across import OverGroup
+from manyhands.streams import global_chance, load_global_chance
 
 _EPISODE = 4  # numbers told of an episode: env, return, length, step at which it ended
-
-
-def device_of(choice: str) -> torch.device:
-    """Where to learn: auto takes a GPU if there is one."""
-    there = choice == "cuda" or (choice == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if there else "cpu")
 
 
 class Team:
@@ -94,7 +88,8 @@ class Team:
         model = build_model(self.experiment, envs.observation_space, envs.action_space)
         kind = ALGORITHMS[self.experiment.algorithm]
         run = self.experiment.run
-        return kind(model, self.experiment.options, seed=run.seed, device=device_of(run.device))
+        device = devices.to_compute_on(devices.seat(run.device, self.worker.place).device)
+        return kind(model, self.experiment.options, seed=run.seed, device=device)
 
     def _collector(self, envs: VecAdapter, noise: EnvNoise) -> Collector | EpisodeCollector:
         run, actor = self.experiment.run, self.algorithm.actor
