@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -106,3 +107,19 @@ def _command(pid: int) -> str:
             return f"{pid} {file.read()}".replace("\0", " ")
     except OSError:
         return str(pid)
+
+
+def skipped_in_one_line(reasons: list[str]) -> str:
+    """How many tests were skipped, why, and what to type to have them, where the reason says it."""
+    told = [f"{count}: {reason}" for reason, count in Counter(reasons).most_common()]
+    return f"{len(reasons)} skipped ({' | '.join(told)})" if told else ""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # after all that pytest itself has to say
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    result = yield
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = [str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports]
+    if reasons:
+        terminalreporter.write_line(skipped_in_one_line(reasons), yellow=True)
+    return result

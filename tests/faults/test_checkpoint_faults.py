@@ -200,7 +200,9 @@ def test_a_disk_without_room_for_a_row(
     assert checkpoint.newest(folder)[0].state["records"]["rows"]["metrics"] == len(updates)
 
 
-@pytest.mark.skipif(shutil.which("strace") is None, reason="errors are injected by strace")
+@pytest.mark.skipif(
+    shutil.which("strace") is None, reason="no strace; type: apt-get install strace"
+)
 def test_a_disk_that_fails_to_force_data_out(tmp_path: Path) -> None:
     """EIO from fsync, the real call: never taken for a success, and the training goes on."""
     folder = tmp_path / "run"
