@@ -16,6 +16,18 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 sys.path.insert(0, os.path.dirname(__file__))  # worker processes find `programs` by this path
 
+import once  # noqa: E402
+
+FIRST = "PYTEST_XDIST_WORKER" not in os.environ  # the process that starts pytest's others
+if FIRST:
+    once.open_folder()
+
+
+def pytest_unconfigure() -> None:
+    if FIRST:
+        once.remove_folder()
+
+
 SHM = "/dev/shm"
 
 
