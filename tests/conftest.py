@@ -104,7 +104,7 @@ def nothing_left() -> Iterator[None]:
     """After the test: no process, no shared-memory file and no port that was not there before."""
     ports, memory = listening({os.getpid()}), shared_memory()
     yield
-    deadline = time.monotonic() + 3.0
+    deadline = time.monotonic() + 20.0  # long, for busy machines: it ends when all is well
     while (ours() or left_behind(shared_memory() - memory)) and time.monotonic() < deadline:
         time.sleep(0.05)
     left = ours()

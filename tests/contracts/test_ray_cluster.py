@@ -113,4 +113,4 @@ def test_more_workers_than_cpus_says_so_at_once(address: str, said: str, tmp_pat
     assert done.returncode == 2
     assert "8 workers x 1 CPU = 8" in done.stderr
     assert "has 4" in done.stderr
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40  # not the minute that actors may take to start
