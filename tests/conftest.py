@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -13,6 +14,11 @@ import pytest
 # Before torch or numpy is imported: on small arrays a second BLAS thread only gets in the way.
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+
+# A shell that starts something in the background has it ignore Ctrl-C, and so would all that tests
+# start, and some of them wait for the answer to it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, os.path.dirname(__file__))  # worker processes find `programs` by this path
 
