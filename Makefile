@@ -24,7 +24,7 @@ test: $(READY) lint type   ## what CI runs
 	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(READY)   ## the long learning runs and checks
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m slow --durations=0 --durations-min=5
 
 format: $(READY)   ## write the house format
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .

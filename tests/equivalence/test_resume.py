@@ -176,7 +176,7 @@ def test_sigterm_at_a_random_moment(
     words += {"ppo": ["--minibatch", "64"], "trpo": ["--value-minibatch", "64"]}.get(algorithm, [])
     whole, halved = tmp_path / "whole", tmp_path / "halved"
     subprocess.run(
-        command("train", algorithm, *words, "--run-dir", str(whole)), check=True, timeout=100
+        command("train", algorithm, *words, "--run-dir", str(whole)), check=True, timeout=200
     )
     process = subprocess.Popen(
         command("train", algorithm, *words, "--run-dir", str(halved)), stderr=subprocess.PIPE,
@@ -187,12 +187,12 @@ def test_sigterm_at_a_random_moment(
         time.sleep(0.01)
     time.sleep(random.uniform(0, 0.3))
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=150)
     assert process.returncode == 143, said
     assert f"manyhands resume {halved}" in said
     steps = checkpoint.newest(halved)[0].facts["env_steps"]
     assert 0 < steps < 15360, "the run was over before it was stopped"
-    subprocess.run(command("resume", str(halved)), check=True, timeout=100)
+    subprocess.run(command("resume", str(halved)), check=True, timeout=200)
     one, other = left_in(whole), left_in(halved)
     for left in (one, other):
         for worker in left["state"]["workers"]:

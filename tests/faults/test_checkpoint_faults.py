@@ -109,7 +109,7 @@ def test_summary_names_who_was_killed(rank: int, tmp_path: Path) -> None:
     )  # fmt: skip
     until(lambda: _last_step(folder) > 0, process)
     os.kill(_worker(rank), signal.SIGKILL)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=150)
     assert process.returncode not in (0, None)
     ended = summary(folder)["exit"]
     assert ended.startswith("failed: "), ended
