@@ -15,6 +15,9 @@ import pytest
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
+# Ray lets its workers run at the lowest priority but four: beside other tests they would starve.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 # A shell that starts something in the background has it ignore Ctrl-C, and so would all that tests
 # start, and some of them wait for the answer to it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
