@@ -91,6 +91,7 @@ def test_other_things_that_are_kept(what: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the first of an engine waits for all of its runs
 @pytest.mark.parametrize(("algorithm", "strategy", "env"), CELLS)
 @pytest.mark.parametrize("engine", engine_params("mpi", "torch", "ray"))
 def test_resumed_on_other_engines(engine: str, algorithm: str, strategy: str, env: str) -> None:
