@@ -21,11 +21,10 @@ run: $(READY)   ## train PPO on CartPole on all cores until it is solved
 	$(BIN)/manyhands train ppo --env CartPole-v1 --target-return 475 --steps 200000
 
 test: $(READY) lint type   ## what CI runs
-	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --ignore tests/faults
-	$(BIN)/python -m pytest -q -m "not slow" tests/faults
+	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(READY)   ## the long learning runs and checks
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m slow --durations=0 --durations-min=5
 
 format: $(READY)   ## write the house format
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .

@@ -25,7 +25,9 @@ def network(inputs: int = 3, outputs: int = 2) -> Any:
 # -- gradient server -------------------------------------------------------------------------------
 
 
-def push_many(each: int, pushes: int, reduce: str, relays: list[int], max_lag: int) -> Any:
+def push_many(
+    name: str, each: int, pushes: int, reduce: str, relays: list[int], max_lag: int
+) -> Any:
     """Every worker but the owner pushes whole numbers, so that sums are exact in any order."""
     import torch
 
@@ -34,7 +36,7 @@ def push_many(each: int, pushes: int, reduce: str, relays: list[int], max_lag: i
     with torch.no_grad():
         model.weight.zero_()
     server = par.gradient_server(
-        "sum",
+        name,
         model,
         lambda p: torch.optim.SGD(p, lr=1.0),
         pushes=pushes,
@@ -67,9 +69,9 @@ def different_networks(what: str) -> str:
     said, own = "", network(outputs=2 if par.rank == 0 else 3)
     try:
         if what == "weights":
-            par.weight_server("policy", own)
+            par.weight_server("narrow and wide", own)
         else:
-            par.gradient_server("policy", own, lambda p: torch.optim.SGD(p, lr=1.0))
+            par.gradient_server("narrow and wide", own, lambda p: torch.optim.SGD(p, lr=1.0))
     except ManyhandsError as error:
         said = str(error)
     par.barrier()

@@ -107,7 +107,7 @@ class Counter:
         raise ValueError("the service says no")
 
     def slow(self) -> str:
-        time.sleep(3)
+        time.sleep(10)
         return "late"
 
     def odd(self) -> object:
@@ -159,7 +159,7 @@ def service_deadline() -> str:
             handle.call("slow", timeout=0.5)
         except CollectiveError as error:
             said = str(error)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 8  # half a second, and what a busy machine adds
         try:
             worker.service("nobody", timeout=0.5)
         except CollectiveError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import time
 from typing import Any
@@ -12,9 +13,17 @@ from manyhands.errors import CollectiveError
 from manyhands.parallel import Parallel
 
 
-def suite(names: list[Any]) -> dict[str, Any]:
-    """Several programs one after the other in the same workers: one start for many tests."""
-    return {name: globals()[name](*args) for name, *args in names}
+def suite(plan: list[list[Any]]) -> dict[str, Any]:
+    """Several programs one after the other in the same workers: one start for many tests.
+
+    Args:
+        plan: (name, module:function, arguments) of each.
+    """
+    found = {}
+    for name, what, *args in plan:
+        module, _, function = what.partition(":")
+        found[name] = getattr(importlib.import_module(module), function)(*args)
+    return found
 
 
 # -- collectives -----------------------------------------------------------------------------------

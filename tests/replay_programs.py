@@ -43,13 +43,13 @@ def torn(rows: dict[str, np.ndarray]) -> int:
 def actors_and_learner(per_actor: int, far: bool = False) -> dict[str, Any]:
     """Worker 0 learns, the others act: append with priorities, under a bound on samples."""
     par = Parallel()
-    actors = par.size - 1
+    actors, name = par.size - 1, f"replay, far: {far}"
     if par.rank == 0:
         limit = RateLimit(samples_per_insert=4.0, min_size=20, error_buffer=64)
         replay = ShardedReplay(
             EXAMPLE, shards=actors, capacity=60 * actors, batch_size=32, limit=limit, timeout=30
         )
-        replay.serve(par)
+        replay.serve(par, name)
         bad, batches, surplus = 0, 0, []
         # The last batches that the bound allows: 4 samples an insert, but for the buffer.
         while replay.counters["sampled"] + 64 + 32 <= 4 * per_actor * actors:
@@ -67,9 +67,9 @@ def actors_and_learner(per_actor: int, far: bool = False) -> dict[str, Any]:
             "surplus": [min(surplus), max(surplus)], "after_clear": replay.all_size,
         }  # fmt: skip
     shard = par.rank - 1
-    writer = ShardWriter.connect(par, "replay", shard, timeout=30)
+    writer = ShardWriter.connect(par, name, shard, timeout=30)
     if far:  # as if the learner were on another machine
-        service = par.service("replay")
+        service = par.service(name)
         writer = ShardWriter(
             FarRing(service, shard, service.call("describe", shard)), shard, wait=writer._wait
         )
@@ -82,15 +82,15 @@ def actors_and_learner(per_actor: int, far: bool = False) -> dict[str, Any]:
 
 
 def frames_from_afar(far: bool) -> Any:
-    """One actor writes frames and rows; the learner sees whole stacks."""
-    par = Parallel()
+    """One actor writes frames and rows; the learner sees whole stacks; others look on."""
+    par, name = Parallel(), f"frames, far: {far}"
     example = {"obs": np.zeros((2, 4, 4), np.uint8), "next_obs": np.zeros((2, 4, 4), np.uint8),
                "number": np.int64(0)}  # fmt: skip
     if par.rank == 0:
         replay = ShardedReplay(
             example, shards=1, capacity=100, batch_size=16, frames=Frames(), timeout=30
         )
-        replay.serve(par)
+        replay.serve(par, name)
         par.barrier()
         rows = replay.sample().rows
         return bool(
@@ -98,9 +98,12 @@ def frames_from_afar(far: bool) -> Any:
             and (rows["next_obs"][:, 1, 3, 3] == rows["number"] % 250 + 1).all()
             and (rows["next_obs"][:, 0] == rows["obs"][:, 1]).all()
         )
-    writer = ShardWriter.connect(par, "replay", 0)
+    if par.rank > 1:
+        par.barrier()
+        return None
+    writer = ShardWriter.connect(par, name, 0)
     if far:
-        service = par.service("replay")
+        service = par.service(name)
         writer = ShardWriter(FarRing(service, 0, service.call("describe", 0)), 0)
     stacker = FrameStacker(writer.frames, 1, 2)
     obs, none = stacker.start(np.zeros((1, 4, 4), np.uint8)), np.zeros((0, 4, 4), np.uint8)

@@ -187,7 +187,7 @@ def start(*words: str) -> subprocess.Popen[str]:
 
 
 def until(true: Any, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not true():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline

@@ -15,6 +15,8 @@ from unittest import mock
 
 import gymnasium
 import numpy as np
+import programs
+from once import once, shared_folder
 
 from manyhands import launch, support
 from manyhands.config import build, to_plain
@@ -33,6 +35,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "batch_size": 16,
     },
 }
+WAYS = (20, 32)  # steps and rows
 NORMALISED = {"normalize_observations": True, "normalize_rewards": True}
 
 
@@ -86,19 +89,42 @@ def trained(engine: str, workers: int, launched: int = 0) -> dict[str, Trained]:
 
     Names: "ppo-gather", "ppo-gather-again", and "ppo-gather-normalised" for PPO with normalisers.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        cases = []
-        for algorithm, strategy in cells(workers):
-            name = f"{algorithm}-{strategy}"
-            todo = [(name, {}), (f"{name}-again", {})]
-            todo += [(f"{name}-normalised", NORMALISED)] if algorithm == "ppo" else []
-            cases += [
-                configuration(algorithm, strategy, engine, workers, str(Path(folder, name)), **more)
-                for name, more in todo
-            ]
-        with as_in_a_worker():
-            launch(train_all, cases, workers=workers, engine=engine, timeout=60)
-        return {case["run"]["run_dir"].rpartition("/")[2]: read_run(case) for case in cases}
+    folders = map(Path, one_launch(engine, workers, launched)["folders"])
+    return {folder.name: read_run(folder) for folder in folders}
+
+
+def ways_of_learning(engine: str, workers: int) -> list[dict[str, dict[str, Any]]]:
+    """What each worker has learned in each way of a user's own loop, in the launch of `trained`."""
+    ways: list[dict[str, dict[str, Any]]] = one_launch(engine, workers, 0)["ways"]
+    return ways
+
+
+@once
+def one_launch(engine: str, workers: int, launched: int) -> dict[str, Any]:
+    """The folders of the runs, and the ways: several files of tests look at them."""
+    folder = shared_folder() / f"{engine}-{workers}-{launched}"
+    cases = []
+    for algorithm, strategy in cells(workers):
+        name = f"{algorithm}-{strategy}"
+        todo = [(name, {}), (f"{name}-again", {})]
+        todo += [(f"{name}-normalised", NORMALISED)] if algorithm == "ppo" else []
+        cases += [
+            configuration(algorithm, strategy, engine, workers, str(folder / name), **more)
+            for name, more in todo
+        ]
+    with as_in_a_worker():
+        told = launch(
+            programs.suite,
+            [
+                ["trained", "training_programs:train_all", cases],
+                ["ways", "programs:train_all_ways", *WAYS],
+            ],
+            workers=workers,
+            engine=engine,
+            timeout=60,
+        )
+    folders = [case["run"]["run_dir"] for case in cases]
+    return {"folders": folders, "ways": [answer["ways"] for answer in told]}
 
 
 def train_all(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -111,10 +137,9 @@ def train_all(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [train_worker(case) for case in cases]
 
 
-def read_run(case: dict[str, Any]) -> Trained:
+def read_run(folder: Path) -> Trained:
     from safetensors.numpy import load_file
 
-    folder = Path(case["run"]["run_dir"])
     with open(folder / "episodes.csv", newline="") as file:
         reader = csv.DictReader(file)
         episodes = list(reader)

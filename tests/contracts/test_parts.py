@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
-import part_programs
 import pytest
-from conftest import PART_ENGINES, PART_ENGINES_RAY_LATER
-
-from manyhands import launch
+from answers import answers
+from conftest import PART_ENGINES
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
 
 @pytest.mark.parametrize("engine", PART_ENGINES)
 def test_channel_delivers_everything_in_each_writers_order(engine: str) -> None:
-    got = launch(part_programs.channel, 12, workers=3, engine=engine, timeout=30)[0]
+    got = answers(engine, "channel")[0]
     assert sorted(got) == [[w, i] for w in (1, 2) for i in range(12)]
     for writer in (1, 2):
         assert [i for w, i in got if w == writer] == list(range(12))
 
 
-@pytest.mark.parametrize("engine", PART_ENGINES_RAY_LATER)
+@pytest.mark.parametrize("engine", PART_ENGINES)
 def test_channel_pushes_back_when_full(engine: str) -> None:
-    said = launch(part_programs.channel_full, workers=2, engine=engine, timeout=30)[1]
+    said = answers(engine, "channel full")[1]
     number, _, words = said.partition(" ")
     assert number == "3"
     assert "'full'" in words
 
 
-@pytest.mark.parametrize("engine", PART_ENGINES_RAY_LATER)
+@pytest.mark.parametrize("engine", PART_ENGINES)
 def test_empty_channel_has_a_deadline(engine: str) -> None:
-    assert "'empty'" in launch(part_programs.channel_empty, workers=2, engine=engine, timeout=30)[0]
+    assert "'empty'" in answers(engine, "channel empty")[0]
 
 
 @pytest.mark.parametrize("engine", PART_ENGINES)
 def test_weights_are_whole_and_only_get_newer(engine: str) -> None:
-    answers = launch(part_programs.weights, 40, workers=3, engine=engine, timeout=30)
-    for seen in answers[1:]:
+    for seen in answers(engine, "weights")[1:]:
         assert seen == sorted(set(seen))
         assert seen[-1] == 40
 
 
 @pytest.mark.parametrize("engine", PART_ENGINES)
 def test_service(engine: str) -> None:
-    answers = launch(part_programs.service, workers=3, engine=engine, timeout=30)
-    for answer in answers:
+    for answer in answers(engine, "service"):
         assert answer["total"] == 3 * (5 + 5 * 2)
         assert "the service says no" in answer["said"]["fail"]
         assert "in fail" in answer["said"]["fail"]  # the remote traceback
@@ -54,13 +50,13 @@ def test_service(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", [e for e in PART_ENGINES if e.id != "inline"])
 def test_service_calls_have_deadlines(engine: str) -> None:
-    said = launch(part_programs.service_deadline, workers=2, engine=engine, timeout=30)[1]
+    said = answers(engine, "service deadline")[1]
     assert "no answer within 0.5 s" in said
     assert "'nobody'" in said
 
 
 @pytest.mark.parametrize("engine", ["torch", pytest.param("mpi", marks=pytest.mark.mpi)])
 def test_missing_parts_say_where_they_are(engine: str) -> None:
-    for said in launch(part_programs.not_there, workers=2, engine=engine, timeout=30):
+    for said in answers(engine, "not there"):
         assert len(said) == 4
         assert all("--engine local" in words for words in said)

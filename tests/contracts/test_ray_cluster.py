@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from training_programs import as_in_a_worker, configuration
 
 from manyhands.engines import calls
 from manyhands.engines.launch import Job, run
-from manyhands.engines.ray_core import spread
+from manyhands.engines.ray_core import _Crew, spread
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
@@ -96,6 +97,19 @@ def test_nodes_are_filled_alike(room: dict[str, float], expected: list[str]) -> 
     assert spread(4, 1, room, driver="a") == expected
 
 
+def test_a_worker_that_nobody_has_waited_for_is_dead() -> None:
+    """Ray does so in its own time; until then a survivor's complaint is not the cause."""
+    crew = _Crew.__new__(_Crew)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        crew._where = [{"host": socket.gethostname(), "pid": child.pid}]
+        assert not crew._a_death({"its run": 0})
+        child.kill()
+        deadline = time.monotonic() + 60
+        while not crew._a_death({"its run": 0}):
+            assert time.monotonic() < deadline
+        assert Path(f"/proc/{child.pid}").exists()
+
+
 @pytest.mark.parametrize("said", ["--address", "RAY_ADDRESS"])
 def test_more_workers_than_cpus_says_so_at_once(address: str, said: str, tmp_path: Path) -> None:
     began = time.monotonic()
@@ -113,4 +127,4 @@ def test_more_workers_than_cpus_says_so_at_once(address: str, said: str, tmp_pat
     assert done.returncode == 2
     assert "8 workers x 1 CPU = 8" in done.stderr
     assert "has 4" in done.stderr
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40  # not the minute that actors may take to start

@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import replay_programs
-from conftest import PART_ENGINES, PART_ENGINES_RAY_LATER
+from answers import answers
+from conftest import PART_ENGINES
 
-from manyhands import launch
 from manyhands.data.rate_limit import RateLimit
 from manyhands.data.replay import PrioritizedReplay
 from manyhands.data.shard_writer import ShardWriter
@@ -348,12 +347,11 @@ def test_a_shard_that_is_not_there(shard: int) -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("far", [False, True], ids=["memory", "sent"])
+@pytest.mark.parametrize("way", ["memory", "sent"])
 @pytest.mark.parametrize("engine", PART_ENGINES)
-def test_actors_and_a_learner(engine: str, far: bool) -> None:
-    learner, *actors = launch(
-        replay_programs.actors_and_learner, 200, far, workers=3, engine=engine, timeout=60
-    )
+def test_actors_and_a_learner(engine: str, way: str) -> None:
+    learner, *actors = answers(engine, f"replay, {way}")
+    far = way == "sent"
     assert all(a["written"] == 200 and a["in_memory"] is not far for a in actors)
     assert learner["bad"] == 0
     assert learner["batches"] >= 40
@@ -367,9 +365,7 @@ def test_actors_and_a_learner(engine: str, far: bool) -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("far", [False, True], ids=["memory", "sent"])
-@pytest.mark.parametrize("engine", PART_ENGINES_RAY_LATER)
-def test_frames(engine: str, far: bool) -> None:
-    assert launch(
-        replay_programs.frames_from_afar, far, workers=2, engine=engine, timeout=60
-    ) == [True, 150]  # fmt: skip
+@pytest.mark.parametrize("way", ["memory", "sent"])
+@pytest.mark.parametrize("engine", PART_ENGINES)
+def test_frames(engine: str, way: str) -> None:
+    assert answers(engine, f"frames, {way}") == [True, 150, None]

@@ -91,6 +91,7 @@ def test_other_things_that_are_kept(what: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the first of an engine waits for all of its runs
 @pytest.mark.parametrize(("algorithm", "strategy", "env"), CELLS)
 @pytest.mark.parametrize("engine", engine_params("mpi", "torch", "ray"))
 def test_resumed_on_other_engines(engine: str, algorithm: str, strategy: str, env: str) -> None:
@@ -173,7 +174,7 @@ def test_sigterm_at_a_random_moment(
     words += {"ppo": ["--minibatch", "64"], "trpo": ["--value-minibatch", "64"]}.get(algorithm, [])
     whole, halved = tmp_path / "whole", tmp_path / "halved"
     subprocess.run(
-        command("train", algorithm, *words, "--run-dir", str(whole)), check=True, timeout=100
+        command("train", algorithm, *words, "--run-dir", str(whole)), check=True, timeout=200
     )
     process = subprocess.Popen(
         command("train", algorithm, *words, "--run-dir", str(halved)), stderr=subprocess.PIPE,
@@ -184,11 +185,11 @@ def test_sigterm_at_a_random_moment(
         time.sleep(0.01)
     time.sleep(random.uniform(0, 0.3))
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=150)
     assert process.returncode == 143, said
     assert f"manyhands resume {halved}" in said
     steps = checkpoint.newest(halved)[0].facts["env_steps"]
     assert 0 < steps < 15360, "the run was over before it was stopped"
-    subprocess.run(command("resume", str(halved)), check=True, timeout=100)
+    subprocess.run(command("resume", str(halved)), check=True, timeout=200)
     check_same(left_in(whole), left_in(halved))
     assert not os.path.exists(halved / ".lock")

@@ -9,21 +9,19 @@ import programs
 import pytest
 import torch
 from conftest import ALL_ENGINES
+from training_programs import WAYS, ways_of_learning
 
 from manyhands import launch
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
-STEPS, ROWS = 20, 32
-WAYS = ["averaged", "unequal", "gathered"]
+NAMES = ["averaged", "unequal", "gathered"]
 
 
 @functools.cache
-def learned(engine: str, workers: int, run: int = 0) -> list[dict[str, dict[str, Any]]]:
-    """What each worker has learned in each way. `run` tells two launches of the same apart."""
-    return launch(
-        programs.train_all_ways, STEPS, ROWS, workers=workers, engine=engine, timeout=30
-    )  # fmt: skip
+def learned(engine: str, workers: int) -> list[dict[str, dict[str, Any]]]:
+    """What each worker has learned in each way."""
+    return launch(programs.train_all_ways, *WAYS, workers=workers, engine=engine, timeout=60)
 
 
 def serial() -> dict[str, Any]:
@@ -44,7 +42,7 @@ def test_one_worker_learns_and_repeats() -> None:
     assert float((serial()["0.weight"] - start).abs().max()) > 0.01
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", NAMES)
 @pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_two_workers_equal_one(engine: str, way: str) -> None:
     for answer in learned(engine, 2):
@@ -70,10 +68,10 @@ def test_replicas_are_equal_to_the_bit(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_the_same_again_is_the_same_to_the_bit(engine: str) -> None:
-    """In the same workers, and in a second launch."""
+    """In the same workers, and in a second launch, after other work."""
     first = learned(engine, 2)[0]
     assert difference(first["averaged"], first["averaged again"]) == 0
-    second = learned(engine, 2, run=1)[0]
+    second = ways_of_learning(engine, 2)[0]
     for way in first:
         for name, value in first[way].items():
             assert torch.equal(value, second[way][name]), (way, name)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ALL_ENGINES
@@ -20,13 +21,13 @@ FOLDER = Path(__file__).parents[2] / "examples" / "own_loop"
 BEFORE = (FOLDER / "before.py").read_text()
 AFTER = ["after_allreduce.py", "after_gather.py"]
 BIN = Path(sys.executable).parent
+SECONDS = 200  # for what takes ten on a quiet machine
 LIMIT = 8  # added + removed lines
-
-
-def _marks(name: str, engine: Any) -> list[Any]:
-    """Ray takes seconds to start: one of the two programs is enough before `make test-slow`."""
-    later = engine.id == "ray" and name == AFTER[0]
-    return [*engine.marks, *([pytest.mark.slow] if later else [])]
+# Both forms one after the other in the same workers: what takes time is their start.
+BOTH = (
+    "import runpy, sys\nfor script in sys.argv[1:]: runpy.run_path(script, run_name='__main__')\n"
+)
+LAUNCH = [sys.executable, "-m", "manyhands.cli.main", "launch", "-n", "2"]
 
 
 @pytest.mark.parametrize("name", AFTER)
@@ -44,19 +45,26 @@ def edited(name: str, folder: Path, **constants: int) -> str:
         assert count == 1, constant
     # Two updates print nothing by themselves: let the main worker show that it got to the end.
     text = text.replace("if number % 40 == 0:", "if number % 40 == 0 or number == UPDATES:")
+    text = text.replace('print(f"update', f'print(f"{name}: update')
     path = folder / name
     path.write_text(text)
     return str(path)
 
 
-def run(command: list[str], env: dict[str, str] | None = None, seconds: float = 90) -> str:
+def both(folder: Path) -> list[str]:
+    """The command line, after Python, that runs both forms for two updates."""
+    (folder / "both.py").write_text(BOTH)
+    return [str(folder / "both.py"), *(edited(name, folder, UPDATES=2) for name in AFTER)]
+
+
+def run(command: list[str], seconds: float = SECONDS) -> str:
     result = subprocess.run(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=seconds,
-        env=clean() | (env or {}),
+        env=clean(),
     )
     assert result.returncode == 0, result.stdout
     assert "Traceback" not in result.stdout, result.stdout
@@ -70,64 +78,47 @@ def clean() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"}
 
 
-def shows_two_updates(text: str, workers: int) -> None:
+def shows_update(number: int, name: str, text: str, workers: int) -> None:
     """The main worker prints in the gather form; in the allreduce form every worker does."""
-    assert len(re.findall(r"update +2 +return", text)) in (1, workers), text
+    who = workers if name == "after_allreduce.py" else 1
+    assert len(re.findall(rf"{name}: update +{number} +return", text)) == who, text
 
 
-@pytest.mark.parametrize("name", ["before.py", *AFTER])
-def test_plain_python(name: str, tmp_path: Path) -> None:
-    shows_two_updates(run([sys.executable, edited(name, tmp_path, UPDATES=2)]), 1)
+def returns(text: str) -> list[str]:
+    return sorted(re.findall(r"return +[\d.]+", text))
 
 
-def test_with_one_worker_both_forms_are_one_program(tmp_path: Path) -> None:
-    """Gathering from oneself and averaging with oneself change no digit of what is learned."""
-    texts = [run([sys.executable, edited(name, tmp_path, UPDATES=3)]) for name in AFTER]
-    assert texts[0] == texts[1]
+@functools.cache
+def alone(name: str) -> str:
+    """What a script prints as a plain program of one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run([sys.executable, edited(name, Path(folder), UPDATES=3)])
 
 
-@pytest.mark.parametrize(
-    ("name", "engine"),
-    [
-        pytest.param(name, *engine.values, marks=_marks(name, engine), id=f"{name}-{engine.id}")
-        for name in AFTER
-        for engine in ALL_ENGINES
-    ],
-)
-def test_manyhands_launch(name: str, engine: str, tmp_path: Path) -> None:
-    script = edited(name, tmp_path, UPDATES=2)
-    command = [sys.executable, "-m", "manyhands.cli.main", "launch", "-n", "2"]
-    shows_two_updates(run([*command, "--engine", engine, script]), 2)
+@functools.cache
+def launched(name: str, again: bool = False) -> str:
+    """What it prints with two workers; `again` tells two launches of the same apart."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run([*LAUNCH, edited(name, Path(folder), UPDATES=12)])
 
 
-@pytest.mark.parametrize("name", AFTER)
-def test_the_same_seed_repeats_to_the_digit(name: str, tmp_path: Path) -> None:
-    """The script seeds torch and the environments: what two workers learn follows from that."""
-    script = edited(name, tmp_path, UPDATES=12)
-    command = [sys.executable, "-m", "manyhands.cli.main", "launch", "-n", "2", script]
-    first, second = (sorted(re.findall(r"return +[\d.]+", run(command))) for _ in range(2))
-    assert first
-    assert first == second
+@functools.cache
+def started(how: str) -> str:
+    """What both forms print, started in one of the other ways with two workers."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = both(Path(folder))
+        if how == "srun":
+            return srun([sys.executable, *words])
+        if how == "mpiexec":
+            return run([str(BIN / "mpiexec"), "-n", "2", sys.executable, *words])
+        if how == "torchrun":
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            return run([*torchrun, "--nproc-per-node", "2", *words])
+        return run([*LAUNCH, "--engine", how, *words])
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", AFTER)
-def test_mpiexec(name: str, tmp_path: Path) -> None:
-    script = edited(name, tmp_path, UPDATES=2)
-    shows_two_updates(run([str(BIN / "mpiexec"), "-n", "2", sys.executable, script]), 2)
-
-
-@pytest.mark.parametrize("name", AFTER)
-def test_torchrun(name: str, tmp_path: Path) -> None:
-    script = edited(name, tmp_path, UPDATES=2)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    shows_two_updates(run([*command, "--nproc-per-node", "2", script]), 2)
-
-
-@pytest.mark.parametrize("name", AFTER)
-def test_srun(name: str, tmp_path: Path) -> None:
+def srun(words: list[str]) -> str:
     """Two processes with the variables that srun sets, as on one node of a cluster."""
-    script = edited(name, tmp_path, UPDATES=2)
     step = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_ID": "0",
@@ -138,7 +129,7 @@ def test_srun(name: str, tmp_path: Path) -> None:
     }
     tasks = [
         subprocess.Popen(
-            [sys.executable, script],
+            words,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -147,27 +138,57 @@ def test_srun(name: str, tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        texts = [task.communicate(timeout=90)[0] for task in tasks]
+        text = "".join(task.communicate(timeout=SECONDS)[0] for task in tasks)
     finally:
         for task in tasks:
             task.kill()
-    assert [task.returncode for task in tasks] == [0, 0], "".join(texts)
-    shows_two_updates("".join(texts), 2)
+    assert [task.returncode for task in tasks] == [0, 0], text
+    return text
+
+
+@pytest.mark.parametrize("name", ["before.py", *AFTER])
+def test_plain_python(name: str) -> None:
+    shows_update(3, name, alone(name), 1)
+
+
+def test_with_one_worker_both_forms_are_one_program() -> None:
+    """Gathering from oneself and averaging with oneself change no digit of what is learned."""
+    assert returns(alone(AFTER[0])) == returns(alone(AFTER[1])) != []
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_manyhands_launch(name: str) -> None:
+    shows_update(12, name, launched(name), 2)
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_the_same_seed_repeats_to_the_digit(name: str) -> None:
+    """The script seeds torch and the environments: what two workers learn follows from that."""
+    assert returns(launched(name)) == returns(launched(name, again=True)) != []
+
+
+@pytest.mark.parametrize("name", AFTER)
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(engine for engine in ALL_ENGINES if engine.id != "local"),
+        pytest.param("mpiexec", marks=pytest.mark.mpi),
+        "torchrun",
+        "srun",
+    ],
+)
+def test_every_other_way_to_start_it(how: str, name: str) -> None:
+    shows_update(2, name, started(how), 2)
 
 
 def solves(name: str, seed: int, tmp_path: Path) -> None:
     script = edited(name, tmp_path, SEED=seed)
-    command = [sys.executable, "-m", "manyhands.cli.main", "launch", "-n", "2", script]
-    text = run(command, seconds=110)
+    text = run([*LAUNCH, script], seconds=500)
     assert "solved" in text, text
 
 
 @pytest.mark.slow
-def test_allreduce_solves_cartpole(tmp_path: Path) -> None:
-    solves("after_allreduce.py", 1, tmp_path)
-
-
-@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("name", AFTER)
 def test_every_seed_solves_cartpole(name: str, seed: int, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_summary_names_who_was_killed(rank: int, tmp_path: Path) -> None:
     )  # fmt: skip
     until(lambda: _last_step(folder) > 0, process)
     os.kill(_worker(rank), signal.SIGKILL)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=150)
     assert process.returncode not in (0, None)
     ended = summary(folder)["exit"]
     assert ended.startswith("failed: "), ended
@@ -199,7 +199,9 @@ def test_a_disk_without_room_for_a_row(
     assert checkpoint.newest(folder)[0].state["records"]["rows"]["metrics"] == len(updates)
 
 
-@pytest.mark.skipif(shutil.which("strace") is None, reason="errors are injected by strace")
+@pytest.mark.skipif(
+    shutil.which("strace") is None, reason="no strace; type: apt-get install strace"
+)
 def test_a_disk_that_fails_to_force_data_out(tmp_path: Path) -> None:
     """EIO from fsync, the real call: never taken for a success, and the training goes on."""
     folder = tmp_path / "run"

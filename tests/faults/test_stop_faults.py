@@ -43,7 +43,7 @@ def test_a_signal_to_every_process(number: int, code: int, tmp_path: Path) -> No
     path = folder / "metrics.jsonl"
     until(lambda: path.exists() and path.stat().st_size, process)
     os.killpg(process.pid, number)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=150)
     assert process.returncode == code, said
     assert "Traceback" not in said
     assert f"manyhands resume {folder}" in said

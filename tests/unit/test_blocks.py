@@ -7,7 +7,8 @@ from typing import Any
 import async_programs
 import pytest
 import torch
-from conftest import PART_ENGINES, PART_ENGINES_RAY_LATER
+from answers import answers
+from conftest import PART_ENGINES
 from torch.distributions import Categorical
 
 import manyhands as mh
@@ -17,9 +18,7 @@ from manyhands.errors import ConfigError
 
 @pytest.mark.parametrize("engine", PART_ENGINES)
 def test_versions_are_compared_and_set(engine: str) -> None:
-    owner, second, third = launch(
-        async_programs.weight_versions, workers=3, engine=engine, timeout=60
-    )
+    owner, second, third = answers(engine, "weight versions")
     assert [w["first"] for w in (owner, second, third)] == [1, 1, 1]
     assert (second["pushed"], second["version"], second["nothing newer"]) == (True, 2, False)
     assert (third["too late"], third["then"], third["again"]) == (False, 2, True)
@@ -28,17 +27,17 @@ def test_versions_are_compared_and_set(engine: str) -> None:
     assert "version 1 is not kept; there are 5, 6, 7" in owner["gone"]
 
 
-@pytest.mark.parametrize(
-    ("what", "engine"),
-    [
-        ("gradients", "inline"),
-        ("weights", "inline"),
-        ("weights", "local"),
-        pytest.param("weights", "ray", marks=[pytest.mark.ray, pytest.mark.slow]),
-    ],
-)
-def test_networks_that_differ_are_named(what: str, engine: str) -> None:
-    said = launch(async_programs.different_networks, what, workers=2, engine=engine, timeout=60)
+@pytest.mark.parametrize("engine", PART_ENGINES)
+def test_networks_that_differ_are_named(engine: str) -> None:
+    main, *others = answers(engine, "other networks")
+    assert main == ""
+    for rank, said in enumerate(others, 1):
+        assert "weight is (2, 3) at worker 0 of 3" in said
+        assert f"(3, 3) at worker {rank} of 3" in said
+
+
+def test_networks_that_differ_are_named_by_the_gradient_server_too() -> None:
+    said = launch(async_programs.different_networks, "gradients", workers=2, engine="inline")
     assert said[0] == ""
     assert "weight is (2, 3) at worker 0 of 2" in said[1]
     assert "(3, 3) at worker 1 of 2" in said[1]
@@ -50,16 +49,15 @@ def test_an_owner_that_has_left_is_said_so() -> None:
     assert "end the script with par.barrier()" in said[1]
 
 
-@pytest.mark.parametrize("engine", ["inline", pytest.param("local", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", PART_ENGINES)
 def test_whoever_has_room_gets_it(engine: str) -> None:
     """Nobody reads the full channel before the other one has got two."""
-    told = launch(async_programs.put_where_there_is_room, workers=3, engine=engine, timeout=60)
-    assert told == [[0], [1, 2], []]
+    assert answers(engine, "room") == [[0], [1, 2], []]
 
 
-@pytest.mark.parametrize("engine", PART_ENGINES_RAY_LATER)
+@pytest.mark.parametrize("engine", PART_ENGINES)
 def test_shared_values(engine: str) -> None:
-    told = launch(async_programs.shared_values, workers=3, engine=engine, timeout=60)
+    told = answers(engine, "values")
     assert {t[0] for t in told} == {150}
     winners = [rank for rank, t in enumerate(told) if t[2]]
     assert len(winners) == 1

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import async_programs
 import numpy as np
+import programs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,75 +88,102 @@ def test_wrong_use_is_said() -> None:
         reducer.offer(np.ones(2), 0, 0)
 
 
-def how_many() -> list[Any]:
-    """A thousand pushes, and the ten thousand as a slow test; nine processes take long to start."""
-    found = []
-    for engine in ("inline", "local"):
-        for reduce in ("mean", "sum"):
-            for levels in (1, 2):
-                long = engine == "local" and (reduce, levels) != ("mean", 2)
-                for pushes in (1_000, 10_000):
-                    marks = [pytest.mark.slow] if pushes == 10_000 or long else []
-                    found.append(pytest.param(engine, reduce, levels, pushes, marks=marks))
-    return found
+ACTING = 8  # workers that push; one more owns the model
+MAX_LAG = 4
 
 
-@pytest.mark.parametrize(("engine", "reduce", "levels", "pushes"), how_many())
-def test_every_push_of_eight_workers_is_applied(
-    engine: str, reduce: str, levels: int, pushes: int
-) -> None:
+@dataclass(frozen=True)
+class Pushes:
+    """How often the workers push in all, and how it is added up."""
+
+    count: int
+    levels: int  # with two, two of the eight add up for four each
+    reduce: str
+    lag: bool = False  # workers pull only now and then: what is too old is refused
+
+    @property
+    def together(self) -> int:
+        """Pushes that make an update."""
+        return 1 if self.lag and self.levels == 1 else 4
+
+    @property
+    def slow(self) -> bool:
+        return self.count == 10_000
+
+    @property
+    def name(self) -> str:
+        return f"{self.count} {'old ' * self.lag}{self.reduce}, levels {self.levels}"
+
+
+APPLIED = [
+    Pushes(count, levels, reduce)
+    for count in (1_000, 10_000)
+    for levels in (1, 2)
+    for reduce in ("mean", "sum")
+]
+OLD = [Pushes(count, levels, "sum", lag=True) for count in (1_600, 10_000) for levels in (1, 2)]
+
+
+def pushes(cases: list[Pushes]) -> list[Any]:
+    """Ten thousand of them as a slow test."""
+    return [
+        pytest.param(case, marks=[pytest.mark.slow] * case.slow, id=case.name) for case in cases
+    ]
+
+
+@functools.cache
+def all_told(engine: str, slow: bool) -> list[dict[str, Any]]:
+    """What each worker tells of each case, in one launch: nine processes take long to start."""
+    plan = [
+        [
+            case.name, "async_programs:push_many", case.name, case.count // ACTING, case.together,
+            case.reduce, [1, 2] if case.levels == 2 else [], MAX_LAG if case.lag else -1,
+        ]
+        for case in APPLIED + OLD
+        if case.slow == slow
+    ]  # fmt: skip
+    return launch(programs.suite, plan, workers=1 + ACTING, engine=engine, timeout=60)
+
+
+def told(engine: str, case: Pushes) -> list[Any]:
+    return [answer[case.name] for answer in all_told(engine, case.slow)]
+
+
+@pytest.mark.parametrize("case", pushes(APPLIED))
+@pytest.mark.parametrize("engine", ["inline", "local"])
+def test_every_push_of_eight_workers_is_applied(engine: str, case: Pushes) -> None:
     """SGD with a step of 1 on whole numbers: the weights are minus the sum, or mean, of all.
 
-    The owner only serves. With two levels, two of the eight add up for four each.
+    The owner only serves.
     """
-    workers, each = 8, pushes // 8
-    relays = [1, 2] if levels == 2 else []
-    told = launch(
-        async_programs.push_many, each, 4, reduce, relays, -1,
-        workers=1 + workers, engine=engine, timeout=60,
-    )  # fmt: skip
-    counters = told[0]["counters"]
-    steps = pushes // 4
-    assert counters == {
-        "pushed": pushes, "applied": pushes, "refused": 0, "waiting": 0, "version": 1 + steps,
+    found, each = told(engine, case), case.count // ACTING
+    assert found[0]["counters"] == {
+        "pushed": case.count, "applied": case.count, "refused": 0, "waiting": 0,
+        "version": 1 + case.count // 4,
     }  # fmt: skip
-    total = np.array([pushes, each * sum(range(1 + workers))]) / (4 if reduce == "mean" else 1)
-    for one in told:
-        np.testing.assert_array_equal(one["weight"], -total)
-    assert [(one["taken"], one["refused"]) for one in told[1:]] == [(each, 0)] * workers
+    total = np.array([case.count, each * sum(range(1 + ACTING))])
+    for one in found:
+        np.testing.assert_array_equal(one["weight"], -total / (4 if case.reduce == "mean" else 1))
+    assert [(one["taken"], one["refused"]) for one in found[1:]] == [(each, 0)] * ACTING
 
 
-@pytest.mark.parametrize(
-    ("engine", "levels", "pushes"),
-    [
-        ("inline", 1, 1_600),
-        ("inline", 2, 1_600),
-        ("local", 1, 1_600),
-        pytest.param("local", 1, 10_000, marks=pytest.mark.slow),
-        pytest.param("local", 2, 10_000, marks=pytest.mark.slow),
-    ],
-)
-def test_every_push_is_applied_or_refused(engine: str, levels: int, pushes: int) -> None:
+@pytest.mark.parametrize("case", pushes(OLD))
+@pytest.mark.parametrize("engine", ["inline", "local"])
+def test_every_push_is_applied_or_refused(engine: str, case: Pushes) -> None:
     """Workers that pull only now and then push old gradients: each is told of its own, and the
     server knows of all. A relay's answer is the one to its last sum."""
-    workers, each = 8, pushes // 8
-    relays, together = ([1, 2], 4) if levels == 2 else ([], 1)
-    told = launch(
-        async_programs.push_many, each, together, "sum", relays, 4,
-        workers=1 + workers, engine=engine, timeout=60,
-    )  # fmt: skip
-    counters = told[0]["counters"]
-    assert counters["pushed"] == pushes
-    assert counters["applied"] + counters["refused"] + counters["waiting"] == pushes
-    assert counters["waiting"] < together
+    found = told(engine, case)
+    counters = found[0]["counters"]
+    assert counters["pushed"] == case.count
+    assert counters["applied"] + counters["refused"] + counters["waiting"] == case.count
+    assert counters["waiting"] < case.together
     assert counters["refused"] > 0
     assert counters["applied"] > 0
-    assert counters["version"] == 1 + counters["applied"] // together
-    np.testing.assert_array_equal(told[0]["weight"][0], -counters["applied"])
-    print(f"{levels} levels on {engine}: {counters}")
-    if levels == 1:
-        assert counters["refused"] == sum(one["refused"] for one in told)
-        assert counters["applied"] == sum(one["taken"] for one in told)
+    assert counters["version"] == 1 + counters["applied"] // case.together
+    np.testing.assert_array_equal(found[0]["weight"][0], -counters["applied"])
+    if case.levels == 1:
+        assert counters["refused"] == sum(one["refused"] for one in found)
+        assert counters["applied"] == sum(one["taken"] for one in found)
 
 
 def test_a_new_life_counts_from_one() -> None:
@@ -214,4 +244,4 @@ def test_a_worker_that_comes_back_when_all_is_over(error: Exception) -> None:
 
 def test_relays_must_divide_the_pushes() -> None:
     with pytest.raises(WorkerError, match="3 pushes do not go evenly into 2 relays"):
-        launch(async_programs.push_many, 1, 3, "sum", [1, 2], -1, workers=3, engine="inline")
+        launch(async_programs.push_many, "x", 1, 3, "sum", [1, 2], -1, workers=3, engine="inline")

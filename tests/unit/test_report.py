@@ -28,7 +28,9 @@ TINY = {"num_envs": 4, "rollout_length": 64, "minibatch": 64, "engine": "inline"
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
-needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on PATH")
+needs_browser = pytest.mark.skipif(
+    not BROWSER, reason="no Chromium; type: apt-get install chromium"
+)
 
 
 class Silent(gymnasium.Env[Any, Any]):

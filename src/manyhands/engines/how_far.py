@@ -58,7 +58,7 @@ class HowFar:
         """Whether that worker's process has ended without a word."""
         if self.board is None or self.board.state(self._ranks[rank]) != RUNNING:
             return False
-        return not _alive(self.board.pid(self._ranks[rank]))
+        return not alive(self.board.pid(self._ranks[rank]))
 
     def _step_of(self, rank: int) -> int:
         if self.board is not None:
@@ -72,7 +72,8 @@ class HowFar:
             return 0
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
+    """Whether a process of this host is; one that has ended and was not waited for is not."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[-1].split()[0] not in ("Z", "X")

@@ -22,6 +22,7 @@ from typing import Any
 
 from manyhands import threads, wire
 from manyhands.engines import process
+from manyhands.engines.how_far import alive
 from manyhands.engines.ray_session import Session
 from manyhands.engines.ray_worker import DESK, START_SECONDS
 from manyhands.engines.shared import DEAD, FAILED, RUNNING, Board
@@ -186,7 +187,7 @@ class _Crew:
         """Whether a process of this host is gone and Ray has not said so yet."""
         here = socket.gethostname()
         where = [self._where[r] for r in running.values()]
-        return any(w["host"] == here and not os.path.exists(f"/proc/{w['pid']}") for w in where)
+        return any(w["host"] == here and not alive(w["pid"]) for w in where)
 
     def _name(self, rank: int) -> str:
         w = self._where[rank]
