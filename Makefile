@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup run test test-slow format lint type docs check clean
+.PHONY: help setup run test test-slow test-launches format lint type docs check clean
 help:          ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -25,6 +25,9 @@ test: $(READY) lint type   ## what CI runs
 
 test-slow: $(READY)   ## the long learning runs and checks
 	$(BIN)/python -m pytest -q -m slow --durations=0 --durations-min=5
+
+test-launches: $(READY)   ## 2,000 launches each on local, mpi and torch, on a busy machine: hours
+	MANYHANDS_LAUNCHES=2000 $(BIN)/python -m pytest -q -s -m slow tests/faults/test_many_launches.py
 
 format: $(READY)   ## write the house format
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from conftest import engine_params
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
 HERE = Path(__file__).parent
-LAUNCHES, LOOPS = 2000, 2  # in all; side by side
 
 
 def launch(engine: str, script: Path) -> subprocess.CompletedProcess[str]:
@@ -32,32 +30,27 @@ def test_mpiexec_kills_nobody_who_leaves_later_than_the_first() -> None:
     assert ended.stdout.count("left well") == 3, ended.stdout + ended.stderr
 
 
+# mpi failed once in 300 (see above), and so gets 2,000 launches each time; `make test-launches` has
+# 2,000 on all three, of which torch's alone take an hour and a half.
+LAUNCHES = {"local": 200, "mpi": 2000, "torch": 100}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.parametrize("engine", engine_params("local", "mpi", "torch"))
-def test_two_thousand_launches_under_load(engine: str, tmp_path: Path) -> None:
-    script = tmp_path / "tiny.py"
-    script.write_text(
-        "from manyhands import Parallel\npar = Parallel()\nassert par.sum(1) == par.size\n"
-    )
-
-    def loop(number: int) -> list[str]:
-        failures = []
-        for i in range(LAUNCHES // LOOPS):
-            ended = launch(engine, script)
-            if ended.returncode:
-                failures.append(f"loop {number}, launch {i}: {ended.returncode}\n{ended.stderr}")
-        return failures
-
-    spin = [sys.executable, "-c", "while True: pass"]
+def test_many_launches_under_load(engine: str) -> None:
+    """Two loops side by side, and a process that always wants each core."""
+    times = int(os.environ.get("MANYHANDS_LAUNCHES", LAUNCHES[engine])) // 2
     began = time.monotonic()
-    load = [subprocess.Popen(spin, preexec_fn=lambda: os.nice(5)) for _ in range(LOOPS)]
+    busy = "import os; os.nice(15)\nwhile True: pass"
+    load = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(os.cpu_count() or 1)]
+    command = [sys.executable, str(HERE / "launch_loop.py"), engine, str(times)]
     try:
-        with ThreadPoolExecutor(LOOPS) as pool:
-            failures = [text for part in pool.map(loop, range(LOOPS)) for text in part]
+        loops = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        said = [loop.communicate()[0] for loop in loops]
     finally:
         for process in load:
             process.kill()
             process.wait(10)
-    print(f"{engine}: {LAUNCHES} launches in {time.monotonic() - began:.0f} s")
-    assert not failures, f"{len(failures)} of {LAUNCHES} failed:\n" + "\n".join(failures[:5])
+    print(f"{engine}: {2 * times} launches in {time.monotonic() - began:.0f} s")
+    assert [loop.returncode for loop in loops] == [0, 0], "".join(said)
