@@ -13,8 +13,8 @@ import gymnasium
 import manyhands as mh
 import numpy as np
 import torch
-from manyhands.data.n_step import NStep
-from manyhands.data.sharded_replay import RateLimit, ShardedReplay, ShardWriter
+from manyhands.replay.n_step import NStep
+from manyhands.replay.sharded import RateLimit, ShardedReplay, ShardWriter
 from torch import nn
 
 BATCH, ROW = 64, {"obs": np.zeros(3, "f4"), "action": np.zeros(1, "f4"), "reward": np.float32(0),

@@ -192,9 +192,9 @@ def impala(**options: Any) -> Any:
 def unrolls_of(algorithm: Any, envs: Any, count: int, length: int = 12, **more: Any) -> list[Any]:
     """Unrolls with memory of their own, played by the weights as they are."""
     from manyhands import wire
-    from manyhands.data.noise import EnvNoise
-    from manyhands.data.rollout import Normaliser
-    from manyhands.data.unroll import UnrollCollector
+    from manyhands.collect.noise import EnvNoise
+    from manyhands.collect.rollout import Normaliser
+    from manyhands.collect.unroll import UnrollCollector
 
     collector = UnrollCollector(
         envs,
@@ -214,7 +214,7 @@ def unrolls_of(algorithm: Any, envs: Any, count: int, length: int = 12, **more: 
 def learn_from_the_same(updates: int, learners: int) -> Any:
     """Updates from unrolls that all learners know, each learner taking its part of every four."""
     from manyhands.algorithms.base import Alone
-    from manyhands.data.unroll import joined
+    from manyhands.collect.unroll import joined
     from manyhands.engines.attach import attach
     from manyhands.experiment.timing import Phases
     from manyhands.strategies.across import OverGroup

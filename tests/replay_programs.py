@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.data.frames import Frames, FrameStacker
-from manyhands.data.rate_limit import RateLimit
-from manyhands.data.shard_writer import FarRing, ShardWriter
-from manyhands.data.sharded_replay import ShardedReplay
 from manyhands.parallel import Parallel
+from manyhands.replay.frames import Frames, FrameStacker
+from manyhands.replay.rate_limit import RateLimit
+from manyhands.replay.shard_writer import FarRing, ShardWriter
+from manyhands.replay.sharded import ShardedReplay
 
 EXAMPLE = {"writer": np.int64(0), "number": np.int64(0), "data": np.zeros(64), "sum": np.int64(0)}
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from manyhands.blocks.gradients import GradientServer
     from manyhands.blocks.values import SharedValues
     from manyhands.blocks.weights import WeightServer
-    from manyhands.data.replay import PrioritizedReplay, Replay
-    from manyhands.data.sharded_replay import ShardedReplay
     from manyhands.engines.launch import launch
     from manyhands.errors import (
         CollectiveError,
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
     )
     from manyhands.parallel import Parallel
     from manyhands.policy import load
+    from manyhands.replay.buffer import PrioritizedReplay, Replay
+    from manyhands.replay.sharded import ShardedReplay
     from manyhands.run import resume, train
 
 __version__ = "0.1.0"
@@ -39,9 +39,9 @@ _WHERE = {
     "GradientServer": "manyhands.blocks.gradients",
     "SharedValues": "manyhands.blocks.values",
     "check_actor": "manyhands.blocks.checks",
-    "Replay": "manyhands.data.replay",
-    "PrioritizedReplay": "manyhands.data.replay",
-    "ShardedReplay": "manyhands.data.sharded_replay",
+    "Replay": "manyhands.replay.buffer",
+    "PrioritizedReplay": "manyhands.replay.buffer",
+    "ShardedReplay": "manyhands.replay.sharded",
     "launch": "manyhands.engines.launch",
     "train": "manyhands.run",
     "resume": "manyhands.run",

@@ -238,7 +238,7 @@ class Parallel:
                 f"DistributedDataParallel needs the torch or ray engine and this is {self.engine}; "
                 "par.average_gradients(model) works on all"
             )
-        from manyhands.engines.c10d import wrap_ddp
+        from manyhands.engines.torch.transport import wrap_ddp
 
         return wrap_ddp(model, self.device)
 

@@ -19,8 +19,8 @@ import torch
 from gymnasium.vector import VectorEnv
 
 from manyhands import seeding, streams
+from manyhands.collect.rollout import Normaliser, Obs
 from manyhands.config import Experiment, RunConfig, load_toml
-from manyhands.data.rollout import Normaliser, Obs
 from manyhands.envs import make_vec
 from manyhands.envs.registry import resolve
 from manyhands.envs.spaces import ActionMap
@@ -184,7 +184,7 @@ class Policy:
                 "a policy with an LSTM cannot be exported: the file would be a function of one "
                 "observation, without its memory. Use manyhands.load(run_dir) and policy.act"
             )
-        from manyhands.experiment.export import export
+        from manyhands.viewing.export import export
 
         return export(self, Path(path))
 

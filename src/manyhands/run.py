@@ -15,15 +15,16 @@ from typing import Any
 
 from manyhands import devices, roles, seeding, streams, threads
 from manyhands.config import Experiment, RunConfig, build, from_plain, load_toml, to_plain
-from manyhands.engines import calls, inline, joined, stopping
+from manyhands.config.validate import check
+from manyhands.engines import calls, joined, stopping
 from manyhands.engines.attach import attach
+from manyhands.engines.inline import world as inline
 from manyhands.engines.launch import Job
 from manyhands.engines.launch import run as run_job
 from manyhands.errors import ConfigError, Stopped, WorkerError
 from manyhands.experiment import checkpoint
 from manyhands.experiment.folder import RunFolder, default_run_dir
 from manyhands.experiment.lock import RunLock
-from manyhands.validate import check
 
 # What may be another in a resumed run: nothing here changes what a stored state means.
 RESUME_OPTIONS = (

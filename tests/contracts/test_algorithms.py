@@ -15,8 +15,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from manyhands.algorithms.base import Alone
 from manyhands.algorithms.options import CONFIGS
 from manyhands.algorithms.registry import ALGORITHMS
-from manyhands.data.noise import EnvNoise
-from manyhands.data.rollout import Acted, Collector, Normaliser
+from manyhands.collect.noise import EnvNoise
+from manyhands.collect.rollout import Acted, Collector, Normaliser
 from manyhands.envs import make_vec
 from manyhands.envs.toys import Delayed, TimeLimit
 from manyhands.errors import ConfigError, WorkerError

@@ -16,7 +16,7 @@ import manyhands as mh
 from manyhands.algorithms.base import Alone
 from manyhands.algorithms.options import CONFIGS
 from manyhands.algorithms.registry import ALGORITHMS
-from manyhands.engines import inline
+from manyhands.engines.inline import world as inline
 from manyhands.errors import ConfigError
 from manyhands.experiment.folder import SUMMARY
 from manyhands.experiment.timing import Phases

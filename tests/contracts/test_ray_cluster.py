@@ -21,7 +21,7 @@ from training_programs import as_in_a_worker, configuration
 
 from manyhands.engines import calls
 from manyhands.engines.launch import Job, run
-from manyhands.engines.ray_core import _Crew, spread
+from manyhands.engines.ray.core import _Crew, spread
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")

@@ -11,11 +11,11 @@ import pytest
 from answers import answers
 from conftest import PART_ENGINES
 
-from manyhands.data.rate_limit import RateLimit
-from manyhands.data.replay import PrioritizedReplay
-from manyhands.data.shard_writer import ShardWriter
-from manyhands.data.sharded_replay import ShardedReplay
 from manyhands.errors import CollectiveError, ConfigError
+from manyhands.replay.buffer import PrioritizedReplay
+from manyhands.replay.rate_limit import RateLimit
+from manyhands.replay.shard_writer import ShardWriter
+from manyhands.replay.sharded import ShardedReplay
 
 EXAMPLE = {"number": np.int64(0), "double": np.float32(0)}
 DEVIATIONS = 4.0  # of a chi-square statistic: 99.99 % of honest draws stay below

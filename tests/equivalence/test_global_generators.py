@@ -20,7 +20,7 @@ from training_programs import as_in_a_worker
 import manyhands as mh
 from manyhands import launch
 from manyhands.engines import stopping
-from manyhands.experiment.evaluation import evaluate
+from manyhands.viewing.evaluation import evaluate
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from manyhands import validate
-from manyhands.config import Experiment, from_plain, load_toml, to_plain
+from manyhands.config import Experiment, from_plain, load_toml, to_plain, validate
 from manyhands.run import train_experiment
 
 FOLDER = Path(__file__).parents[2] / "recipes"

@@ -16,8 +16,8 @@ import pytest
 import replay_programs
 from replay_programs import EXAMPLE, torn
 
-from manyhands.data.shard_writer import ShardWriter
-from manyhands.data.sharded_replay import ShardedReplay
+from manyhands.replay.shard_writer import ShardWriter
+from manyhands.replay.sharded import ShardedReplay
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from manyhands import validate
-from manyhands.config import load_toml
-from manyhands.experiment.evaluation import evaluate
+from manyhands.config import load_toml, validate
 from manyhands.run import Result, train_experiment
+from manyhands.viewing.evaluation import evaluate
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.data import columns, compiled
-from manyhands.data.columns import FRESH_BELOW, Pool, gatherer
+from manyhands.replay import columns, compiled
+from manyhands.replay.columns import FRESH_BELOW, Pool, gatherer
 
 
 @pytest.mark.parametrize("way", ["numpy", "loops"])

@@ -31,8 +31,8 @@ from manyhands.config import (
     save_toml,
     to_plain,
 )
+from manyhands.config.toml_text import to_toml
 from manyhands.errors import ConfigError, SupportError
-from manyhands.experiment.toml_text import to_toml
 
 
 @dataclass(frozen=True)

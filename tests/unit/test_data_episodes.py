@@ -15,11 +15,11 @@ from safetensors.numpy import load_file
 from manyhands import train, wire
 from manyhands.algorithms.a2c import A2C
 from manyhands.algorithms.options import A2CConfig
-from manyhands.data.episodes import EpisodeCollector, EpisodeRollout, Queue
-from manyhands.data.noise import EnvNoise
-from manyhands.data.rollout import Acted, Normaliser
-from manyhands.engines import inline
+from manyhands.collect.episodes import EpisodeCollector, EpisodeRollout, Queue
+from manyhands.collect.noise import EnvNoise
+from manyhands.collect.rollout import Acted, Normaliser
 from manyhands.engines.attach import attach
+from manyhands.engines.inline import world as inline
 from manyhands.envs import make_vec
 from manyhands.envs.toys import Counter, TimeLimit
 from manyhands.errors import WorkerError

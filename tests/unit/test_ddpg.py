@@ -12,8 +12,8 @@ from gymnasium.spaces import Box
 from manyhands.algorithms.base import Alone
 from manyhands.algorithms.ddpg import DDPG
 from manyhands.algorithms.options import DDPGConfig
-from manyhands.data.exploration import ActionNoise
-from manyhands.data.noise import EnvNoise
+from manyhands.collect.exploration import ActionNoise
+from manyhands.collect.noise import EnvNoise
 from manyhands.errors import ConfigError
 from manyhands.networks.q import build_bounded_actor
 

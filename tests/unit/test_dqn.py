@@ -13,11 +13,11 @@ from gymnasium.spaces import Box, Discrete
 from manyhands.algorithms.base import Alone
 from manyhands.algorithms.dqn import DQN
 from manyhands.algorithms.options import DQNConfig
-from manyhands.data.exploration import annealed, epsilon_greedy, ladder
-from manyhands.data.n_step import NStep
-from manyhands.data.noise import EnvNoise
+from manyhands.collect.exploration import annealed, epsilon_greedy, ladder
+from manyhands.collect.noise import EnvNoise
 from manyhands.math import losses
 from manyhands.networks.q import build_q_network
+from manyhands.replay.n_step import NStep
 
 SPACE = Box(-1.0, 1.0, (4,), np.float32)
 ROWS = 24

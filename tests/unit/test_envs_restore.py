@@ -12,7 +12,7 @@ import torch
 from resume_programs import Forgetful, Remembers, check_same
 
 from manyhands import seeding
-from manyhands.data.noise import EnvNoise
+from manyhands.collect.noise import EnvNoise
 from manyhands.envs import make_vec
 from manyhands.envs.loop import EnvLoop
 from manyhands.envs.replay import ActionLog, keeps_itself

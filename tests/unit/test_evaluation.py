@@ -15,8 +15,8 @@ import manyhands as mh
 from manyhands import seeding
 from manyhands.cli.main import main
 from manyhands.errors import SupportError
-from manyhands.experiment.evaluation import evaluate
 from manyhands.policy import save_policy
+from manyhands.viewing.evaluation import evaluate
 
 TINY = {"steps": 64, "num_envs": 2, "rollout_length": 32, "engine": "inline", "quiet": True}
 

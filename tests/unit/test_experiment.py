@@ -296,10 +296,10 @@ def test_end_table(experiment: Experiment) -> None:
 @pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
 def test_every_file_of_a_run_follows_the_umask(umask: int, tmp_path: Path) -> None:
     import manyhands as mh
-    from manyhands.experiment.curves import plot
-    from manyhands.experiment.report import write_report
-    from manyhands.experiment.runs import read_run
-    from manyhands.experiment.video import film, go_headless
+    from manyhands.viewing.curves import plot
+    from manyhands.viewing.report import write_report
+    from manyhands.viewing.runs import read_run
+    from manyhands.viewing.video import film, go_headless
 
     go_headless()
     run = tmp_path / "run"

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import manyhands as mh
-from manyhands.data.frames import FramedRing, Frames, FrameStacker, HeldFrames, StackLog
-from manyhands.data.replay import PrioritizedReplay, Replay
 from manyhands.errors import ConfigError
 from manyhands.experiment import checkpoint
+from manyhands.replay.buffer import PrioritizedReplay, Replay
+from manyhands.replay.frames import FramedRing, Frames, FrameStacker, HeldFrames, StackLog
 from manyhands.strategies import apex_parts, off_policy
 
 STACK = 3

@@ -14,9 +14,9 @@ from manyhands import wire
 from manyhands.algorithms.base import Alone
 from manyhands.algorithms.impala import IMPALA, normalised_under
 from manyhands.algorithms.options import IMPALAConfig
-from manyhands.data.noise import EnvNoise
-from manyhands.data.rollout import Normaliser
-from manyhands.data.unroll import UnrollCollector, joined
+from manyhands.collect.noise import EnvNoise
+from manyhands.collect.rollout import Normaliser
+from manyhands.collect.unroll import UnrollCollector, joined
 from manyhands.envs import make_vec
 from manyhands.math.returns import gae
 from manyhands.networks.build import build_actor_critic

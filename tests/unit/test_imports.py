@@ -55,7 +55,8 @@ def hidden(tmp_path: Path) -> dict[str, str]:
 
 def test_a_configuration_is_read_and_checked_without_torch() -> None:
     code = (
-        "import sys\nfrom manyhands.config import build\nfrom manyhands.validate import check\n"
+        "import sys\nfrom manyhands.config import build\n"
+        "from manyhands.config.validate import check\n"
         "check(build('ppo', env='CartPole-v1', workers=2))\nprint('torch' in sys.modules)"
     )
     assert python("-c", code).stdout == "False\n"

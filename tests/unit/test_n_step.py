@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.data.n_step import NStep
 from manyhands.errors import ConfigError
+from manyhands.replay.n_step import NStep
 
 
 def reference(steps: list, n: int, gamma: float, env: int) -> list[tuple]:

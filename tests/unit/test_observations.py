@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from manyhands.data.observations import appended, copy_into, pick, stacked
+from manyhands.collect.observations import appended, copy_into, pick, stacked
 
 PLAIN = np.arange(12.0).reshape(4, 3)
 BOTH = {"a": PLAIN, "b": np.arange(4)}

@@ -15,9 +15,9 @@ from manyhands.cli.main import main
 from manyhands.cli.train import parse
 from manyhands.config import build, to_plain
 from manyhands.errors import ConfigError
-from manyhands.experiment.curves import Curve, curve_of, over_seeds, rolling, short
 from manyhands.experiment.folder import RunFolder
-from manyhands.experiment.runs import command_of, group_runs, read_run
+from manyhands.viewing.curves import Curve, curve_of, over_seeds, rolling, short
+from manyhands.viewing.runs import command_of, group_runs, read_run
 
 TINY = {"steps": 512, "num_envs": 4, "rollout_length": 32, "engine": "inline", "quiet": True}
 

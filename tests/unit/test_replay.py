@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.data.replay import PrioritizedReplay, Replay
 from manyhands.errors import ConfigError
+from manyhands.replay.buffer import PrioritizedReplay, Replay
 
 EXAMPLE = {"number": np.int64(0), "square": np.float32(0)}
 # 99.99 % of honest draws stay below mean + 4 deviations of a chi-square distribution
@@ -222,8 +222,8 @@ def test_bad_input() -> None:
 
 def test_without_numba_the_same_rows_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two trees that add in another order: the same rows, and weights, but for rounding."""
-    from manyhands.data import sampling
-    from manyhands.data.sum_tree import SumTree
+    from manyhands.replay import sampling
+    from manyhands.replay.sum_tree import SumTree
 
     def drawn() -> list[Any]:
         rng = np.random.default_rng(3)

@@ -18,11 +18,11 @@ import pytest
 import manyhands as mh
 from manyhands.cli.main import main
 from manyhands.config import build
-from manyhands.experiment import pictures
-from manyhands.experiment.curves import LIGHT, pyplot
 from manyhands.experiment.folder import RunFolder
-from manyhands.experiment.report_page import Picture, page, table
-from manyhands.experiment.video import Played, play, stage_of
+from manyhands.viewing import pictures
+from manyhands.viewing.curves import LIGHT, pyplot
+from manyhands.viewing.report_page import Picture, page, table
+from manyhands.viewing.video import Played, play, stage_of
 
 TINY = {"num_envs": 4, "rollout_length": 64, "minibatch": 64, "engine": "inline", "quiet": True}
 BROWSER = next(

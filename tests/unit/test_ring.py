@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.data.frames import Frames
-from manyhands.data.ring import Ring
-from manyhands.data.sharded_replay import ShardedReplay
 from manyhands.errors import ConfigError
+from manyhands.replay.frames import Frames
+from manyhands.replay.ring import Ring
+from manyhands.replay.sharded import ShardedReplay
 
 EXAMPLE = {"obs": {"image": np.zeros((2, 2), np.uint8), "speed": np.float32(0)}, "reward": 0.0}
 

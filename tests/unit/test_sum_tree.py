@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.data import compiled
-from manyhands.data.compiled_tree import CompiledTree
-from manyhands.data.sum_tree import SumTree
 from manyhands.errors import ConfigError
+from manyhands.replay import compiled
+from manyhands.replay.compiled_tree import CompiledTree
+from manyhands.replay.sum_tree import SumTree
 
 LOOPS = compiled.loops()
 assert LOOPS is not None, "the loops need numba: pip install 'manyhands[compiled]'"

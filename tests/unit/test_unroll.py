@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from async_programs import impala, unrolls_of
 
-from manyhands.data.noise import EnvNoise
-from manyhands.data.rollout import Acted, Normaliser
-from manyhands.data.unroll import UnrollCollector, joined
+from manyhands.collect.noise import EnvNoise
+from manyhands.collect.rollout import Acted, Normaliser
+from manyhands.collect.unroll import UnrollCollector, joined
 from manyhands.envs import make_vec
 from manyhands.errors import ConfigError
 

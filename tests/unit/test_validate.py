@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from manyhands import support, validate
-from manyhands.config import Experiment, build
+from manyhands import support
+from manyhands.config import Experiment, build, validate
 from manyhands.errors import ConfigError
 from manyhands.experiment.folder import RunFolder
 

@@ -17,8 +17,8 @@ from test_evaluation import counting
 import manyhands as mh
 from manyhands.cli.main import main
 from manyhands.errors import ConfigError, SupportError
-from manyhands.experiment import video
-from manyhands.experiment.video import Film, film, play, stage_of
+from manyhands.viewing import video
+from manyhands.viewing.video import Film, film, play, stage_of
 
 TINY = {"steps": 64, "num_envs": 2, "rollout_length": 32, "engine": "inline", "quiet": True}
 

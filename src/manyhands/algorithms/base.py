@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from manyhands import seeding
-from manyhands.data.rollout import Acted, Actor, Obs, Rollout, rows_of
+from manyhands.collect.rollout import Acted, Actor, Obs, Rollout, rows_of
 from manyhands.errors import WorkerError
 from manyhands.math import losses
 from manyhands.math.adam import Adam, clip_by_norm_

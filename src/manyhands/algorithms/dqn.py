@@ -21,9 +21,9 @@ import torch
 from manyhands.algorithms.base import Batch, Info, to_tensor
 from manyhands.algorithms.off_policy import OffPolicy
 from manyhands.algorithms.options import DQNConfig
-from manyhands.data.exploration import annealed, epsilon_greedy, ladder
-from manyhands.data.noise import EnvNoise
-from manyhands.data.rollout import Obs
+from manyhands.collect.exploration import annealed, epsilon_greedy, ladder
+from manyhands.collect.noise import EnvNoise
+from manyhands.collect.rollout import Obs
 from manyhands.math import losses
 from manyhands.math.schedules import make_schedule
 from manyhands.networks.flat import FlatParameters

@@ -27,8 +27,8 @@ from manyhands.algorithms.base import (
     to_tensor,
 )
 from manyhands.algorithms.options import IMPALAConfig
-from manyhands.data.rollout import Obs, Rollout
-from manyhands.data.unroll import Unroll
+from manyhands.collect.rollout import Obs, Rollout
+from manyhands.collect.unroll import Unroll
 from manyhands.math import losses
 from manyhands.math.schedules import make_schedule
 from manyhands.math.vtrace import vtrace

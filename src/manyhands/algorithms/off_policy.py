@@ -1,6 +1,6 @@
 """What DQN and DDPG have in common: a target network, rows from a replay, the seam.
 
-    rows     obs, action, reward, next_obs, discount, weight       n-step, from data/n_step.py
+    rows     obs, action, reward, next_obs, discount, weight       n-step, from replay/n_step.py
              reward = r_t + γ r_t+1 + …;  discount = γ^k, or 0 where the episode terminated
     y        = reward + discount · Q̄(next_obs, ·)                  one formula for every case
     δ        = Q(obs, action) − y                                  of the *stored* action
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from manyhands.algorithms.base import Across, Algorithm, Alone, Batch, Info
-from manyhands.data.noise import EnvNoise
-from manyhands.data.rollout import Obs
+from manyhands.collect.noise import EnvNoise
+from manyhands.collect.rollout import Obs
 from manyhands.errors import WorkerError
 from manyhands.math.adam import Adam, clip_by_norm_
 from manyhands.networks.flat import FlatParameters

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.data.frames import FrameStacker
-from manyhands.data.shard_writer import ShardWriter
+from manyhands.replay.frames import FrameStacker
+from manyhands.replay.shard_writer import ShardWriter
 
 
 def add_rows(description: dict[str, Any], rate: float, seconds: float, rows: int) -> float:

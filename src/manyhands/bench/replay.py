@@ -32,10 +32,10 @@ import numpy as np
 from manyhands.bench._peers import line_of, python_with, tell
 from manyhands.bench._tools import Claim, fingerprint, median, verdicts
 from manyhands.bench.peers.replay_buffers import BATCHES, BLOCK, CASES, LIBRARIES
-from manyhands.data.compiled import in_use
-from manyhands.data.frames import Frames
-from manyhands.data.sharded_replay import ShardedReplay
 from manyhands.errors import ConfigError, SupportError, WorkerError
+from manyhands.replay.compiled import in_use
+from manyhands.replay.frames import Frames
+from manyhands.replay.sharded import ShardedReplay
 
 _SCRIPT = Path(__file__).parent / "peers" / "replay_buffers.py"
 PACKAGES = {"cpprb": ["cpprb"], "stable_baselines3": ["stable-baselines3"]}

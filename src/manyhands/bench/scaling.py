@@ -35,8 +35,8 @@ import numpy as np
 from manyhands.bench._quiet import OtherPrograms, others_now, why_not_judged
 from manyhands.bench._tools import Claim, fingerprint, median, verdicts
 from manyhands.config import Experiment, build, save_toml
+from manyhands.config.validate import check
 from manyhands.errors import ConfigError, WorkerError
-from manyhands.validate import check
 
 STRATEGIES = ("allreduce", "gather")
 BATCH, ENVS = 8192, 32  # many environments: a call of the policy costs the same for few

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--episodes {options.episodes}: at least 1 is needed")
     if options.max_length < 0:
         raise ConfigError(f"--max-length {options.max_length}: 0 (no limit) or more is needed")
-    from manyhands.experiment.evaluation import evaluate
+    from manyhands.viewing.evaluation import evaluate
 
     progress = _Progress(options.episodes)
     found = evaluate(

@@ -21,8 +21,8 @@ EXAMPLES = """examples:
 
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    from manyhands.experiment.curves import plot
-    from manyhands.experiment.runs import read_run
+    from manyhands.viewing.curves import plot
+    from manyhands.viewing.runs import read_run
 
     runs = [read_run(path) for path in options.dirs]
     name = "curves.png" if options.metric == "return" else f"{options.metric.replace('/', '-')}.png"

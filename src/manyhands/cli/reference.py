@@ -24,7 +24,8 @@ from manyhands import config, errors, support
 from manyhands.cli.main import COMMANDS
 from manyhands.cli.reference_api import api_page, doc
 from manyhands.cli.reference_parts import filled, in_table, pages_with_parts
-from manyhands.engines import inline, launch
+from manyhands.engines import launch
+from manyhands.engines.inline import world as inline
 from manyhands.parallel import Parallel
 
 _HEAD = "<!-- written by `make docs`; edit the code instead -->\n\n"

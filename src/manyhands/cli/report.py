@@ -26,10 +26,10 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.out and Path(options.out).suffix not in (".html", ".htm"):
         raise ConfigError(f"--out {options.out}: give a name that ends in .html")
-    from manyhands.experiment.video import go_headless
+    from manyhands.viewing.video import go_headless
 
     go_headless()  # before the environment is made for the first time
-    from manyhands.experiment.report import write_report
+    from manyhands.viewing.report import write_report
 
     path = write_report(options.dirs, options.out, video=not options.no_video)
     print(f"written to {path} ({path.stat().st_size / 1e6:.2f} MB)")

@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
         raise SystemExit(0 if argv else 2)
     with joined.main_speaks():
         experiment = parse(argv)
-    from manyhands import validate
+    from manyhands.config import validate
 
     validate.check(experiment)
     from manyhands.run import train_experiment

@@ -23,7 +23,7 @@ EXAMPLES = """examples:
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     _check(options)
-    from manyhands.experiment.video import film, go_headless
+    from manyhands.viewing.video import film, go_headless
 
     go_headless()  # before the environment is made for the first time
     from manyhands.policy import load

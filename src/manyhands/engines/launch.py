@@ -16,10 +16,11 @@ from typing import Any
 from manyhands import devices, wire
 from manyhands import roles as parts
 from manyhands import threads as threads_of
-from manyhands.engines import calls, inline, stopping
+from manyhands.engines import calls, stopping
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
+from manyhands.engines.inline import world as inline
 from manyhands.engines.shared import DONE, Board, Segment
-from manyhands.engines.watch import FirstToGo, Supervisor, label, what_ended
+from manyhands.engines.supervisor import FirstToGo, Supervisor, label, what_ended
 from manyhands.errors import ConfigError, Stopped, SupportError, needs
 
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK")
@@ -198,7 +199,7 @@ def _start_processes(
 
 
 def _start_local(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
-    from manyhands.engines.local_transport import control_size
+    from manyhands.engines.local.transport import control_size
 
     supervisor.keep = Segment(control_size(job.workers))
     env["MANYHANDS_CONTROL"] = supervisor.keep.address
@@ -296,7 +297,7 @@ def _run_ray(job: Job) -> list[Any]:
 
 
 def _ray_asked_first(job: Job, board: Board, env: dict[str, str], script: str) -> list[Any]:
-    from manyhands.engines import ray_core
+    from manyhands.engines.ray import core as ray_core
 
     with stopping.graceful(job.graceful, board, through_ray=True) as soft:
         # Before Ray starts: its session keeps handlers that are there already.

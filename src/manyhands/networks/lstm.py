@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manyhands.data.rollout import Acted, Obs
+from manyhands.collect.rollout import Acted, Obs
 from manyhands.networks.build import (
     POLICY_GAIN,
     VALUE_GAIN,

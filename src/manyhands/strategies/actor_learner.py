@@ -27,7 +27,7 @@ import numpy as np
 from manyhands import seeding
 from manyhands.algorithms.base import Across, Alone
 from manyhands.algorithms.impala import IMPALA
-from manyhands.data.unroll import Unroll, UnrollCollector, joined
+from manyhands.collect.unroll import Unroll, UnrollCollector, joined
 from manyhands.engines.base import Channel
 from manyhands.experiment.records import Records
 from manyhands.strategies.across import OverGroup

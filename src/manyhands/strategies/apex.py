@@ -26,9 +26,9 @@ from functools import partial
 from typing import Any
 
 from manyhands.algorithms.base import Across, Alone
-from manyhands.data.rate_limit import wait_of
-from manyhands.data.sharded_replay import ShardedReplay
 from manyhands.experiment.records import Records
+from manyhands.replay.rate_limit import wait_of
+from manyhands.replay.sharded import ShardedReplay
 from manyhands.strategies import apex_turns
 from manyhands.strategies.across import OverGroup
 from manyhands.strategies.apex_parts import (

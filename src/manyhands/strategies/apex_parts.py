@@ -14,14 +14,14 @@ import numpy as np
 from manyhands import seeding
 from manyhands.algorithms.base import Across, Batch, take
 from manyhands.algorithms.off_policy import OffPolicy
-from manyhands.data.frames import HeldFrames
-from manyhands.data.rate_limit import RateLimit, wait_of
-from manyhands.data.shard_writer import ShardWriter
-from manyhands.data.sharded_replay import ShardedReplay
 from manyhands.engines.group import Group
 from manyhands.errors import CollectiveError
 from manyhands.experiment.records import Records
 from manyhands.experiment.report_lines import number
+from manyhands.replay.frames import HeldFrames
+from manyhands.replay.rate_limit import RateLimit, wait_of
+from manyhands.replay.shard_writer import ShardWriter
+from manyhands.replay.sharded import ShardedReplay
 from manyhands.strategies.allreduce import CHECK_EVERY
 from manyhands.strategies.crew import Crew, Parcel
 from manyhands.strategies.ledger import Ledger

@@ -20,8 +20,8 @@ import torch
 from manyhands import devices, roles, seeding
 from manyhands.algorithms.base import Algorithm
 from manyhands.algorithms.registry import ALGORITHMS
+from manyhands.collect.noise import EnvNoise
 from manyhands.config import Experiment
-from manyhands.data.noise import EnvNoise
 from manyhands.engines.base import Channel, WeightStore, Worker, cores
 from manyhands.engines.group import Group
 from manyhands.engines.shared import DONE, RUNNING, Board

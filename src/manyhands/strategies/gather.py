@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Any
 
 from manyhands.algorithms.base import Alone, Batch, recentred, take
-from manyhands.data.rollout import Collector, Rollout
+from manyhands.collect.rollout import Collector, Rollout
 from manyhands.policy import build_normaliser
 from manyhands.strategies.team import Team
 

@@ -25,7 +25,7 @@ import torch
 from manyhands.algorithms.a2c import A2C
 from manyhands.algorithms.base import Batch
 from manyhands.blocks.reducer import Reducer
-from manyhands.data.rollout import Collector
+from manyhands.collect.rollout import Collector
 from manyhands.engines.base import Channel
 from manyhands.errors import WorkerError
 from manyhands.experiment.records import Records

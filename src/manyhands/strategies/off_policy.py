@@ -18,15 +18,15 @@ import numpy as np
 from manyhands import seeding
 from manyhands.algorithms.base import Across, Alone, Batch, Info
 from manyhands.algorithms.off_policy import OffPolicy
-from manyhands.data.frames import Frames, HeldFrames, StackLog
-from manyhands.data.n_step import NStep
-from manyhands.data.observations import copy_into
-from manyhands.data.replay import PrioritizedReplay, Replay
-from manyhands.data.rollout import Obs
+from manyhands.collect.observations import copy_into
+from manyhands.collect.rollout import Obs
 from manyhands.envs.adapter import Episode
 from manyhands.envs.spaces import zeros
 from manyhands.experiment.records import Records
 from manyhands.math.schedules import make_schedule
+from manyhands.replay.buffer import PrioritizedReplay, Replay
+from manyhands.replay.frames import Frames, HeldFrames, StackLog
+from manyhands.replay.n_step import NStep
 from manyhands.strategies.crew import Crew
 from manyhands.strategies.ledger import Ledger
 from manyhands.streams import global_chance, load_global_chance

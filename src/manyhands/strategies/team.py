@@ -23,10 +23,10 @@ import numpy as np
 from manyhands import devices, wire
 from manyhands.algorithms.base import Across, Algorithm, Alone
 from manyhands.algorithms.registry import ALGORITHMS
+from manyhands.collect.episodes import EpisodeCollector
+from manyhands.collect.noise import EnvNoise
+from manyhands.collect.rollout import Collector, Rollout
 from manyhands.config import Experiment
-from manyhands.data.episodes import EpisodeCollector
-from manyhands.data.noise import EnvNoise
-from manyhands.data.rollout import Collector, Rollout
 from manyhands.engines import stopping
 from manyhands.engines.base import Worker
 from manyhands.engines.group import Group

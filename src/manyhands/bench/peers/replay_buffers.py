@@ -68,7 +68,7 @@ def draws(uniform: Any = None, learn: Any = None) -> Tasks:
 
 
 def manyhands(case: str) -> Tasks:
-    from manyhands.data.replay import PrioritizedReplay, Replay
+    from manyhands.replay.buffer import PrioritizedReplay, Replay
 
     block, one, much = rows(case, BLOCK), rows(case, 1), rows(case, FILL)
     example = {name: column[0] for name, column in block.items()}
@@ -97,8 +97,8 @@ def manyhands_numpy(case: str) -> Tasks:
 
 def manyhands_frames(case: str) -> Tasks:
     """Frames stored once: what is added is the newest frame of each observation."""
-    from manyhands.data.frames import Frames, FrameStacker
-    from manyhands.data.replay import PrioritizedReplay, Replay
+    from manyhands.replay.buffer import PrioritizedReplay, Replay
+    from manyhands.replay.frames import Frames, FrameStacker
 
     block = rows(case, BLOCK)
     example = {name: column[0] for name, column in block.items()}
@@ -264,7 +264,7 @@ def main() -> None:
     package = asked["library"].partition(",")[0]
     version = importlib.metadata.version(package)
     if package == "manyhands":
-        from manyhands.data.compiled import in_use
+        from manyhands.replay.compiled import in_use
 
         version += f" with {in_use()}"
     print(

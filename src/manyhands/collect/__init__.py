@@ -1,0 +1,1 @@
+"""From environments to rollouts, unrolls and episodes: who steps them, with which noise."""

@@ -1,0 +1,277 @@
+"""Unrolls: what an actor sends and a learner learns from, with all that V-trace needs.
+
+    obs, action, logp, reward, terminated, truncated, valid     [T, B], as in a rollout
+    edges      observations whose value follows a row although the next row does not show them: the
+               one after the last row, and the final one of an episode that was cut off
+    edge_at    [E, 2] the (t, b) of those rows
+    state      [B, S] an LSTM's state before the first row; `first` [T, B] where an episode begins
+    version    of the policy that acted
+    actor, life, number, steps, episodes    who made it, in which life, and what happened
+
+The learner computes every value with its own weights, so values do not travel. With whole episodes
+an unroll is one episode, [T, 1] with a T of its own; `joined` pads.
+
+Unrolls travel as plain dicts of arrays: written once, where the learner reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from manyhands.collect.noise import EnvNoise
+from manyhands.collect.observations import appended, copy_into, pick, stacked
+from manyhands.collect.rollout import Acted, Actor, Normaliser, Obs
+from manyhands.envs.adapter import Final, Step, VecAdapter
+from manyhands.envs.spaces import zeros
+from manyhands.errors import ConfigError
+from manyhands.trees import Array
+
+Unroll = dict[str, Any]
+COLUMNS = ("action", "logp", "reward", "terminated", "truncated", "valid")
+_NEEDED = (*COLUMNS, "obs", "edges", "edge_at", "version")
+LONGEST = 200_000  # steps of one episode, as in episodes.py
+
+
+class Finished(NamedTuple):
+    """An episode that has ended in this actor's environments."""
+
+    env: int
+    total_return: float
+    length: int
+
+
+class UnrollCollector:
+    """Steps the environments of one actor; `collect` gives the unrolls that are ready to go.
+
+    Args:
+        envs, actor, noise, normaliser: as of a rollout's collector.
+        length: steps of each environment between two looks for newer weights.
+        whole_episodes: an unroll is one episode, given out when it has ended.
+        state_size: of the actor's recurrent state; 0: it has none.
+    """
+
+    def __init__(
+        self,
+        envs: VecAdapter,
+        actor: Actor,
+        length: int,
+        noise: EnvNoise,
+        normaliser: Normaliser,
+        *,
+        whole_episodes: bool = False,
+        state_size: int = 0,
+    ) -> None:
+        self.envs, self.actor, self.length = envs, actor, length
+        self.noise, self.normaliser = noise, normaliser
+        self.finished: list[Finished] = []  # since they were last taken
+        self.valid_steps = 0  # of the last `collect`, and those carried over
+        self._carried = 0
+        self._whole = whole_episodes
+        b = envs.num_envs
+        self._raw = zeros(envs.observation_space, (length + 1, b))
+        shape = None if normaliser.obs is None else normaliser.obs.shape
+        self._seen = self._raw if shape is None else np.zeros((length + 1, b, *shape), np.float32)
+        flags = ("terminated", "truncated", "valid")
+        self._store: dict[str, Array] = {n: np.zeros((length, b), bool) for n in flags}
+        self._store["reward"] = np.zeros((length, b), np.float32)
+        self._rows = [
+            Step(
+                obs=pick(self._raw, t + 1),
+                reward=self._store["reward"][t],
+                **{name: self._store[name][t] for name in flags},
+            )
+            for t in range(length)
+        ]
+        self._begun = False
+        self.state = np.zeros((b, state_size), np.float32)
+        self._first = np.ones((length + 1, b), bool)
+        self._lanes: list[list[Unroll]] = [[] for _ in range(b)]  # of episodes that still run
+        self._began = [0] * b  # the version with which each running episode began
+
+    def collect(self, version: int) -> list[Unroll]:
+        """The next T steps of every environment with the policy of that version."""
+        start, before = self._start(), self.state.copy()
+        ends: list[tuple[int, Final]] = []
+        for t, row in enumerate(self._rows):
+            seen = self.normaliser.see(pick(self._raw, t))
+            self._put_seen(t, seen)
+            acted = self._act(seen, t)
+            self._remember(t, acted)
+            self.envs.step(acted.actions, row)
+            if row.finals:
+                ends += [(t, final) for final in row.finals]
+                self.finished += [Finished(e.env, e.total_return, e.length) for e in row.episodes]
+            over = row.terminated | row.truncated
+            self._first[t + 1] = over | (self._first[t] & ~row.valid)
+            self.normaliser.scale(row.reward, over)
+        self._put_seen(self.length, self.normaliser.apply(pick(self._raw, self.length)))
+        self.valid_steps = int(self._store["valid"].sum()) + self._carried
+        self._carried = 0
+        whole = self._as_one(before, ends, version)
+        return self._into_episodes(whole, start, version) if self._whole else [_owned(whole)]
+
+    def carry(self, steps: int) -> None:
+        """Steps that nobody has been told of yet: no unroll was ready to go."""
+        self._carried = steps
+
+    def _start(self) -> bool:
+        if not self._begun:
+            self._begun = True
+            self.envs.reset(pick(self._raw, 0))
+            return True
+        copy_into(pick(self._raw, 0), pick(self._raw, self.length))
+        self._first[0] = self._first[self.length]
+        return False
+
+    def _act(self, seen: Obs, t: int) -> Acted:
+        if self.state.shape[1] == 0:
+            return self.actor.act(seen, self.noise)
+        self.state[self._first[t]] = 0.0  # a new episode remembers nothing
+        acted, self.state = self.actor.act_with(seen, self.noise, self.state)  # type: ignore[attr-defined]
+        return acted  # type: ignore[no-any-return]
+
+    def _put_seen(self, t: int, seen: Obs) -> None:
+        if self._seen is not self._raw:
+            self._seen[t] = seen
+
+    def _remember(self, t: int, acted: Acted) -> None:
+        for name, value in (("action", acted.actions), ("logp", acted.logp)):
+            if name not in self._store:  # shapes are known once the policy has spoken
+                self._store[name] = np.zeros((self.length, *value.shape), value.dtype)
+            self._store[name][t] = value
+
+    def _as_one(self, state: Array, ends: list[tuple[int, Final]], version: int) -> Unroll:
+        """All environments in one unroll; its arrays are views of storage that is used again."""
+        store, last = self._store, self.length - 1
+        cut = [(t, f) for t, f in ends if not store["terminated"][t, f.env]]
+        open_envs = np.flatnonzero(~(store["terminated"][last] | store["truncated"][last]))
+        at = [(last, int(b)) for b in open_envs] + [(t, f.env) for t, f in cut]
+        edges = pick(pick(self._seen, self.length), open_envs)
+        if cut:
+            finals = self.normaliser.apply(stacked([f.obs for _, f in cut]))
+            edges = appended([edges, finals])
+        unroll = {name: store[name] for name in COLUMNS} | {
+            "obs": pick(self._seen, slice(self.length)),
+            "edges": edges,
+            "edge_at": np.array(at, np.int64).reshape(-1, 2),
+            "version": version,
+        }
+        if state.shape[1]:
+            unroll |= {"state": state, "first": self._first[: self.length].copy()}
+        return unroll
+
+    # -- whole episodes ------------------------------------------------------------------------
+
+    def _into_episodes(self, whole: Unroll, start: bool, version: int) -> list[Unroll]:
+        """Cut environment by environment where episodes end; the rest waits in its lane."""
+        ready = []
+        for b in range(self.envs.num_envs):
+            if start:
+                self._began[b] = version
+            over = whole["terminated"][:, b] | whole["truncated"][:, b]
+            at = 0
+            for end in np.flatnonzero(over):
+                piece = _piece(whole, b, at, int(end) + 1)
+                ready.append(_end_to_end([*self._lanes[b], piece], self._began[b]))
+                self._lanes[b], self._began[b], at = [], version, int(end) + 1
+            if at < self.length:
+                self._lanes[b].append(_piece(whole, b, at, self.length))
+            if len(self._lanes[b]) * self.length > LONGEST:
+                raise ConfigError(
+                    f"env {b} has run for {LONGEST:,} steps without an end, and whole episodes "
+                    "were asked for; type: --collect steps, or give the environment a time limit"
+                )
+        return ready
+
+
+def check(unroll: Unroll) -> None:
+    """ConfigError unless everything is there that V-trace needs."""
+    missing = [name for name in _NEEDED if name not in unroll]
+    if "logp" in missing:
+        raise ConfigError(
+            "an unroll came without the log-probability of its actions (logp). V-trace weighs each "
+            "action by how likely it was for the policy that acted: let the actor's `act` return "
+            "it, and send it along"
+        )
+    if missing:
+        raise ConfigError(f"an unroll came without {', '.join(missing)}")
+
+
+def joined(unrolls: Sequence[Unroll]) -> Unroll:
+    """Several unrolls side by side, [T, B1 + B2 + …]; shorter ones are padded with invalid rows."""
+    for unroll in unrolls:
+        check(unroll)
+    if len(unrolls) == 1:
+        return dict(unrolls[0])
+    length = max(len(u["reward"]) for u in unrolls)
+    out: Unroll = {name: _beside([u[name] for u in unrolls], length) for name in COLUMNS}
+    out["obs"] = _beside([u["obs"] for u in unrolls], length)
+    out["edges"] = appended([u["edges"] for u in unrolls])
+    widths = [u["reward"].shape[1] for u in unrolls]
+    shifts = np.cumsum([0, *widths[:-1]])
+    at = [u["edge_at"] + [0, shift] for u, shift in zip(unrolls, shifts, strict=True)]
+    out["edge_at"] = np.concatenate(at)
+    out["version"] = min(int(u["version"]) for u in unrolls)
+    if "state" in unrolls[0]:
+        out["state"] = np.concatenate([u["state"] for u in unrolls])
+        out["first"] = _beside([u["first"] for u in unrolls], length)
+    return out
+
+
+def _beside(parts: list[Obs], length: int) -> Obs:
+    if isinstance(parts[0], dict):
+        return {k: _beside([p[k] for p in parts], length) for k in parts[0]}
+    if all(len(p) == length for p in parts):
+        return np.concatenate(parts, axis=1)
+    padded = []
+    for part in parts:
+        room = np.zeros((length, *part.shape[1:]), part.dtype)
+        room[: len(part)] = part
+        padded.append(room)
+    return np.concatenate(padded, axis=1)
+
+
+def _owned(whole: Unroll) -> Unroll:
+    """Copied out of storage that will be used again. WHY: where one worker acts and learns, no
+    channel copies it, and a replay, or an update of several unrolls, would hold the newest only."""
+
+    def own(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {k: own(v) for k, v in x.items()}
+        return x.copy() if isinstance(x, np.ndarray) else x
+
+    return {name: own(x) for name, x in whole.items()}
+
+
+def _piece(whole: Unroll, b: int, start: int, stop: int) -> Unroll:
+    """Rows of one environment, copied out of storage that will be used again."""
+
+    def cut(x: Obs) -> Obs:
+        if isinstance(x, dict):
+            return {k: cut(v) for k, v in x.items()}
+        return x[start:stop, b : b + 1].copy()
+
+    names = (*COLUMNS, "obs", *(["first"] if "first" in whole else []))
+    piece: Unroll = {name: cut(whole[name]) for name in names}
+    at = whole["edge_at"]
+    mine = (at[:, 1] == b) & (at[:, 0] >= start) & (at[:, 0] < stop)
+    mine &= at[:, 0] == stop - 1  # an end; where the piece merely stops, its lane goes on
+    piece["edges"], piece["edge_at"] = pick(whole["edges"], mine), at[mine] - [start, b]
+    if "state" in whole:
+        # An LSTM starts an episode from nothing: only the first piece of a lane keeps it, as zeros.
+        piece["state"] = np.zeros((1, whole["state"].shape[1]), np.float32)
+    return piece
+
+
+def _end_to_end(pieces: list[Unroll], version: int) -> Unroll:
+    """The pieces of one episode as one unroll; only the last one's edge is an edge of it."""
+    last, before = pieces[-1], sum(len(p["reward"]) for p in pieces[:-1])
+    names = [n for n in last if n not in ("edges", "edge_at", "state")]
+    out: Unroll = {n: appended([p[n] for p in pieces]) for n in names}
+    out |= {"edges": last["edges"], "edge_at": last["edge_at"] + [before, 0], "version": version}
+    if "state" in last:
+        out["state"] = last["state"]
+    return out

@@ -1,0 +1,373 @@
+"""A run as data: frozen dataclasses, from keyword arguments, from TOML, and back.
+
+Every number is for all workers together unless its name says otherwise, so that adding workers
+changes the speed and not what is learned. The line under each field is its help on the command
+line; what stands in braces there is filled in from the code (`_told_by_the_code`). Cross-checks
+between the values are in `validate.py`; here only names and types are checked.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import os
+import textwrap
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal
+
+from manyhands import roles, support
+from manyhands.config.toml_text import to_toml
+from manyhands.config.values import coerce
+from manyhands.errors import ConfigError, SupportError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What to train on, with how many workers, and where the results go."""
+
+    env: str
+    """Gymnasium id, such as CartPole-v1, or package.module:function that makes an environment."""
+    strategy: str = ""
+    """Who acts and who learns: {strategies} (empty: single for one worker, else {defaults})."""
+    engine: str = "local"
+    """How workers run and talk: {engines}."""
+    workers: int = 1
+    """Number of workers, those that only learn or serve included."""
+    steps: int = 100_000
+    """Environment steps of all workers together."""
+    seed: int = 1
+    """Root of every random number of the run; the same seed and workers repeat it."""
+    run_dir: str = ""
+    """Folder of the results (empty: runs/ENV/ALGORITHM-STRATEGY/SEED-TIME)."""
+    target_return: float | None = None
+    """End as solved once the mean return of the last 100 finished episodes is at least this."""
+    num_envs: int = 8
+    """Environments of all workers together."""
+    rollout_length: int = 0
+    """Steps of each environment between updates (0: what suits the algorithm: {lengths})."""
+    collect: Literal["steps", "episodes"] = "steps"
+    """A batch is a fixed number of steps of each environment, or whole episodes."""
+    batch_steps: int = 0
+    """With collect=episodes: whole episodes until there are so many steps in all."""
+    overlap: bool = False
+    """With strategy=gather: the main worker only learns, while the others collect the next batch
+    with weights that are exactly one update old."""
+    learners: int = 1
+    """With strategy=actor_learner or apex: how many of the workers learn; the others act."""
+    unrolls: int = 0
+    """With strategy=actor_learner: unrolls of one update, of all learners together; with
+    collect=episodes each is a whole episode (0: one for each actor)."""
+    pushes: int = 1
+    """With strategy=gradient_server: gradients that one step of the optimiser takes."""
+    reduce: Literal["mean", "sum"] = "mean"
+    """With strategy=gradient_server: what becomes of them."""
+    reducers: int = 0
+    """With strategy=gradient_server: workers that add gradients up on their way to the server; of
+    use with very many workers."""
+    max_lag: int = 20
+    """With gradient_server and actor_learner: what was made by a policy more than so many updates
+    old is refused, and counted."""
+    queue: int = 2
+    """With gradient_server and actor_learner: unrolls or gradients that each worker may have
+    waiting before it must wait itself."""
+    env_backend: str = "auto"
+    """What steps the environments: auto, gymnasium, vector, envpool or atari."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Handed to the environment when it is made."""
+    normalize_observations: bool = False
+    """Bring observations to mean 0 and deviation 1, with statistics of all workers."""
+    normalize_rewards: bool | None = None
+    """Divide rewards by the deviation of the discounted return (left out: yes for {scaled})."""
+    box_actions: Literal["clip", "scale"] = "clip"
+    """Continuous actions: cut to the bounds, or scale [-1, 1] to them."""
+    hidden: tuple[int, ...] = (64, 64)
+    """Width of each hidden layer."""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """Between the layers."""
+    shared_network: bool = False
+    """One trunk for policy and value, instead of two."""
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where to learn; auto takes a GPU if there is one."""
+    timeout: float = 60.0
+    """Seconds that any wait for other workers may take; 0 waits for ever."""
+    log_every: int = 1
+    """Updates between records of metrics."""
+    checkpoint_seconds: float = 30.0
+    """Seconds between checkpoints; 0 makes one after every update."""
+    tensorboard: bool = True
+    """Write the metrics for TensorBoard too."""
+    wandb: str = ""
+    """Weights & Biases project that gets the metrics too (empty: none)."""
+    quiet: bool = False
+    """Print nothing but errors."""
+    address: str = ""
+    """With engine=ray: join this cluster, not start one; by default that of RAY_ADDRESS, if set."""
+
+    @property
+    def actors(self) -> int:
+        """Workers that step environments: all, but for those that only learn or serve."""
+        if self.overlap:
+            return self.workers - 1
+        return roles.of_run(self.strategy, self.workers, self.learners, self.reducers).actors
+
+    @property
+    def envs_per_worker(self) -> int:
+        return self.num_envs // max(1, self.actors)
+
+    @property
+    def unrolls_per_update(self) -> int:
+        """With strategy=actor_learner: of all learners together."""
+        return self.unrolls or self.actors
+
+    @property
+    def batch(self) -> int:
+        """Steps of one update, of all workers together (at least so many, for whole episodes)."""
+        if self.collect == "episodes":
+            return self.batch_steps
+        each = self.envs_per_worker * self.rollout_length
+        if self.strategy == "gradient_server":
+            return self.pushes * each
+        if self.strategy == "actor_learner":
+            return self.unrolls_per_update * each
+        return self.num_envs * self.rollout_length
+
+
+# In which part of the help a field stands
+GROUPS: dict[str, tuple[str, ...]] = {
+    "run": ("env", "steps", "seed", "target_return", "run_dir", "log_every",
+            "checkpoint_seconds", "tensorboard", "wandb", "quiet"),
+    "worker": ("workers", "strategy", "engine", "device", "timeout", "address"),
+    "batch": ("num_envs", "rollout_length", "collect", "batch_steps", "overlap"),
+    "asynchronous": ("learners", "unrolls", "pushes", "reduce", "reducers", "max_lag", "queue"),
+    "environment": (
+        "env_backend", "env_kwargs", "normalize_observations", "normalize_rewards", "box_actions",
+    ),
+    "network": ("hidden", "activation", "shared_network"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Everything that decides a run."""
+
+    algorithm: str
+    run: RunConfig
+    options: Any  # the algorithm's own frozen config
+
+    @property
+    def strategy(self) -> str:
+        """The strategy by name, also where the user left it to us."""
+        return self.run.strategy or default_strategy(self.algorithm, self.run.workers)
+
+
+def default_strategy(algorithm: str, workers: int) -> str:
+    if workers == 1:
+        return "single"
+    own = {"impala": "actor_learner", "dqn": "apex", "ddpg": "apex"}
+    return own.get(algorithm, "allreduce")
+
+
+def options_class(algorithm: str) -> type[Any]:
+    """The config dataclass of an algorithm."""
+    if algorithm not in support.ALGORITHMS:
+        known = support.built()
+        raise ConfigError(f"there is no algorithm {algorithm!r}; {nearest(algorithm, known)}")
+    from manyhands.algorithms.options import CONFIGS
+
+    if algorithm not in CONFIGS:
+        raise SupportError(f"{algorithm} is not built yet; there are {', '.join(CONFIGS)}")
+    return CONFIGS[algorithm]
+
+
+def build(algorithm: str, **overrides: Any) -> Experiment:
+    """An experiment from defaults and overrides; each names a field of the run or the algorithm."""
+    options = options_class(algorithm)
+    run_names, option_names = names_of(RunConfig), names_of(options)
+    faults = [
+        f"there is no option {name!r}; {nearest(name, [*run_names, *option_names])}"
+        for name in overrides
+        if name not in run_names and name not in option_names
+    ]
+    run_values = {k: v for k, v in overrides.items() if k in run_names}
+    option_values = {k: v for k, v in overrides.items() if k in option_names}
+    return _assemble(algorithm, options, run_values, option_values, faults)
+
+
+def to_plain(experiment: Experiment) -> dict[str, Any]:
+    """Nested plain data: {"algorithm": "ppo", "run": {...}, "ppo": {...}}."""
+    return {
+        "algorithm": experiment.algorithm,
+        "run": _plain_fields(experiment.run),
+        experiment.algorithm: _plain_fields(experiment.options),
+    }
+
+
+def from_plain(data: Mapping[str, Any]) -> Experiment:
+    """The experiment that `to_plain` was given; ConfigError names each wrong key and value."""
+    algorithm = data.get("algorithm")
+    if not isinstance(algorithm, str):
+        raise ConfigError(f"algorithm={algorithm!r}: a name is needed, such as algorithm = 'ppo'")
+    options = options_class(algorithm)
+    faults = []
+    for key in data:
+        if key in support.ALGORITHMS and key != algorithm:
+            faults.append(f"there is a table [{key}], but the algorithm is {algorithm}")
+        elif key not in ("algorithm", "run", algorithm):
+            near = nearest(key, ["algorithm", "run", algorithm])
+            faults.append(f"there is no table or key {key!r}; {near}")
+    parts = []
+    for name, cls in (("run", RunConfig), (algorithm, options)):
+        part = data.get(name, {})
+        if not isinstance(part, Mapping):
+            faults.append(f"{name}={part!r}: a table [{name}] is expected")
+            part = {}
+        known = names_of(cls)
+        faults += [
+            f"[{name}] has no option {key!r}; {nearest(key, known)}"
+            for key in part
+            if key not in known
+        ]
+        parts.append({k: v for k, v in part.items() if k in known})
+    return _assemble(algorithm, options, parts[0], parts[1], faults)
+
+
+def save_toml(path: str | os.PathLike[str], experiment: Experiment) -> None:
+    """Write the experiment so that `load_toml` gives it back; None is left out."""
+    with open(path, "w", encoding="utf-8", newline="\n") as file:
+        file.write(to_toml(to_plain(experiment)))
+
+
+def load_toml(path: str | os.PathLike[str]) -> Experiment:
+    """The experiment in a file; ConfigError says what is wrong and in which file."""
+    try:
+        with open(path, "rb") as file:
+            data = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{os.fspath(path)} is not TOML: {error}") from error
+    try:
+        return from_plain(data)
+    except ConfigError as error:
+        raise ConfigError(f"{os.fspath(path)}: {error}") from error
+
+
+def join_faults(faults: list[str]) -> str:
+    """One fault as it is; several as a numbered list."""
+    if len(faults) == 1:
+        return faults[0]
+    rows = [f"  {i}. {fault}" for i, fault in enumerate(faults, 1)]
+    return "\n".join([f"{len(faults)} things are wrong:", *rows])
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Words that help whoever mistyped a name."""
+    known = list(known)
+    by_lower = {k.lower().replace("-", "_"): k for k in known}
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), by_lower, 3, 0.6)
+    if near:
+        return f"did you mean {', '.join(by_lower[n] for n in near)}?"
+    return f"there are {', '.join(known)}"
+
+
+def names_of(cls: type[Any]) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]
+
+
+def hints_of(cls: type[Any]) -> dict[str, Any]:
+    """Field -> its type, with names written as text looked up."""
+    hints = typing.get_type_hints(cls)
+    return {name: hints[name] for name in names_of(cls)}
+
+
+def help_of(cls: type[Any]) -> dict[str, str]:
+    """Field -> the string that stands under it in the source; parents' fields included."""
+    found: dict[str, str] = {}
+    owners = [owner for owner in reversed(cls.__mro__) if "__dataclass_fields__" in vars(owner)]
+    for owner in owners:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        body = tree.body if isinstance(tree, ast.ClassDef) else []
+        for one, following in itertools.pairwise(body):
+            match one, following:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str() as text)),
+                ):
+                    found[name] = " ".join(text.split())
+    if cls is RunConfig:
+        for name, text in found.items():
+            found[name] = text.format(**_told_by_the_code()) if "{" in text else text
+    return found
+
+
+def in_words(names: Sequence[str], last: str = "and") -> str:
+    """a, b and c"""
+    *first, end = names
+    return f"{', '.join(first)} {last} {end}" if first else end
+
+
+def _told_by_the_code() -> dict[str, str]:
+    """Parts of the help that follow from the algorithms' own settings."""
+    from manyhands.algorithms.options import CONFIGS
+
+    lengths: dict[int, list[str]] = {}
+    defaults: dict[str, list[str]] = {}
+    for name, options in CONFIGS.items():
+        lengths.setdefault(options.ROLLOUT_LENGTH, []).append(name)
+        defaults.setdefault(default_strategy(name, 2), []).append(name)
+    scaled = [name for name, options in CONFIGS.items() if usual(options, "normalize_rewards")]
+    return {
+        "strategies": in_words(support.STRATEGIES, "or"),
+        "engines": in_words(support.ENGINES, "or"),
+        "defaults": ", ".join(f"{s} for {in_words(names)}" for s, names in defaults.items()),
+        "lengths": ", ".join(f"{in_words(names)} {n}" for n, names in lengths.items()),
+        "scaled": in_words(scaled),
+    }
+
+
+def usual(options: type[Any], name: str) -> bool:
+    """What a switch of the run is set to when an algorithm has its own usual setting for it."""
+    return bool(getattr(options, name.upper(), False))
+
+
+def _plain_fields(config: Any) -> dict[str, Any]:
+    values = {name: getattr(config, name) for name in names_of(type(config))}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def _assemble(
+    algorithm: str,
+    options: type[Any],
+    run_values: Mapping[str, Any],
+    option_values: Mapping[str, Any],
+    faults: list[str],
+) -> Experiment:
+    parts = []
+    for cls, values in ((RunConfig, run_values), (options, option_values)):
+        part = {}
+        for name, value in values.items():
+            try:
+                part[name] = coerce(name, value, hints_of(cls)[name])
+            except ConfigError as error:
+                faults.append(str(error))
+        for f in dataclasses.fields(cls):
+            if f.default is MISSING and f.default_factory is MISSING and f.name not in values:
+                faults.append(f"{f.name} is missing; {f.name}: {help_of(cls).get(f.name, '')}")
+        parts.append(part)
+    if faults:
+        raise ConfigError(join_faults(faults))
+    run = RunConfig(**parts[0])
+    if run.rollout_length == 0:
+        run = dataclasses.replace(run, rollout_length=getattr(options, "ROLLOUT_LENGTH", 256))
+    if run.normalize_rewards is None:
+        run = dataclasses.replace(run, normalize_rewards=usual(options, "normalize_rewards"))
+    # Who acts decides what a batch is.
+    if algorithm in ("impala", "dqn", "ddpg") and not run.strategy:
+        run = dataclasses.replace(run, strategy=default_strategy(algorithm, run.workers))
+    return Experiment(algorithm, run, options(**parts[1]))

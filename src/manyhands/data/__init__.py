@@ -1,1 +1,0 @@
-"""Where experience rests between acting and learning."""

@@ -1,0 +1,1 @@
+"""All workers in one process, one at a time."""

@@ -1,0 +1,1 @@
+"""Processes on one machine, over shared memory."""

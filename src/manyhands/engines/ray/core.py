@@ -1,0 +1,306 @@
+"""Workers as Ray actors: one actor a worker, kept for the whole run. Ray core only.
+
+    driver: start or join Ray -> office and actors -> run the program in each -> first true failure
+    actor:  the user's program in its main thread; `attach` meets the others
+
+Collectives go over c10d between the actors' processes; everything else through the office
+(ray_parts.py). Ray's own serialisation sees bytes, numpy arrays and plain data only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from manyhands import threads, wire
+from manyhands.engines import process
+from manyhands.engines.how_far import alive
+from manyhands.engines.ray.session import Session
+from manyhands.engines.ray.worker import DESK, START_SECONDS
+from manyhands.engines.shared import DEAD, FAILED, RUNNING, Board
+from manyhands.errors import CollectiveError, ConfigError, WorkerError
+
+_GRACE = 0.5  # seconds that the true cause gets to show itself, once a mere consequence has come
+_LAST_WORDS = "ended without a word: SIGKILL (kill -9 or out of memory), a crash in native code, \
+or os._exit"
+
+
+# -- the driver ------------------------------------------------------------------------------------
+
+
+def run(*, workers: int, run_worker: str, payload: dict[str, Any], timeout: float,
+        env: dict[str, str], address: str = "", cpus_per_worker: float = 1,
+        on_ready: Callable[[list[int]], None] | None = None) -> list[Any]:  # fmt: skip
+    """Run `module:function` once in each of `workers` actors, on `payload`; results by rank.
+
+    Args:
+        workers: how many actors.
+        run_worker: the function to call there, as "module:function".
+        payload: its argument: plain data (JSON).
+        timeout: seconds that any wait between workers may take; 0 means for ever.
+        env: environment variables for the workers (thread caps, MANYHANDS_*).
+        address: the Ray cluster to join; empty starts a private Ray on this machine.
+        cpus_per_worker: CPUs that Ray sets aside for each.
+        on_ready: called with the pids once all actors are up.
+
+    Raises:
+        ConfigError: the cluster cannot be reached or is too small.
+        WorkerError: a worker failed; the true cause, not what followed from it.
+    """
+    caps = str(max(1, int(cpus_per_worker)))
+    env = {
+        **{n: os.environ.get(n, caps) for n in threads.VARIABLES},
+        "MANYHANDS_TIMEOUT": f"{timeout:g}",
+        **env,
+    }
+    with Session(workers, cpus_per_worker, address, env) as session:
+        crew = _Crew(session, workers, cpus_per_worker, env)
+        try:
+            crew.start(on_ready)
+            return crew.work(run_worker, payload)
+        finally:
+            crew.end()
+
+
+class _Crew:
+    """The actors of one run, as the driver sees them."""
+
+    def __init__(self, session: Any, workers: int, cpus: float, env: dict[str, str]) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from manyhands.engines.ray import parts as ray_parts
+
+        self._ray, self._session, self._size, self._env = ray, session, workers, env
+        token = env.get("MANYHANDS_BOARD", "")
+        self._board = Board.open(token, workers) if token else None
+        self._office = ray.remote(num_cpus=0, max_concurrency=100 * (workers + 1))(
+            ray_parts.Office
+        ).remote(workers)
+        seat = ray.remote(num_cpus=cpus, max_restarts=0)(Seat)
+        caps = {k: v for k, v in env.items() if k.endswith("_THREADS")}
+        # WHY at the start of the process: BLAS reads the caps when numpy is imported, and that is
+        # before an actor's first line. A private Ray has them in its own environment already.
+        options = {} if session.private else {"runtime_env": {"env_vars": caps}}
+        room = {n["NodeID"]: n["Resources"].get("CPU", 0) for n in ray.nodes() if n["Alive"]}
+        nodes = spread(workers, cpus, room, ray.get_runtime_context().get_node_id())
+        self._seats = [
+            seat.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True), **options
+            ).remote(self._office, rank, workers)
+            for rank, node in enumerate(nodes)
+        ]
+        self._where: list[dict[str, Any]] = []
+
+    def start(self, on_ready: Callable[[list[int]], None] | None) -> None:
+        """Wait until all actors are up, under one deadline."""
+        refs = [s.where.remote(self._session.output) for s in self._seats]
+        refs.append(self._office.ready.remote())
+        _, late = self._ray.wait(refs, num_returns=len(refs), timeout=START_SECONDS)
+        if late:
+            free = self._ray.available_resources().get("CPU", 0)
+            raise ConfigError(
+                f"{len(late)} of {self._size} Ray actors did not start in {START_SECONDS:g} s; "
+                f"Ray has {free:g} CPUs free. Is another job using the cluster?"
+            )
+        try:
+            self._where = [json.loads(w) for w in self._ray.get(refs[:-1])]
+        except self._ray.exceptions.RayError as error:
+            raise WorkerError(f"a Ray actor died while it started:\n{error}") from None
+        if on_ready is not None:
+            on_ready([int(w["pid"]) for w in self._where])
+
+    def work(self, run_worker: str, payload: dict[str, Any]) -> list[Any]:
+        nodes = [w["node"] for w in self._where]
+        running = {}
+        for rank, seat in enumerate(self._seats):
+            place = {
+                "MANYHANDS_ENGINE": "ray",
+                "MANYHANDS_RANK": str(rank),
+                "MANYHANDS_SIZE": str(self._size),
+                "MANYHANDS_LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
+                "MANYHANDS_LOCAL_SIZE": str(nodes.count(nodes[rank])),
+            }
+            order = {
+                "run": run_worker,
+                "payload": payload,
+                "env": {**self._env, **place},
+                "path": [p for p in sys.path if p],
+                "folder": os.getcwd(),
+            }
+            running[seat.run.remote(json.dumps(order))] = rank
+        return self._watch(running)
+
+    def _watch(self, running: dict[Any, int]) -> list[Any]:
+        results: list[Any] = [None] * self._size
+        consequence: WorkerError | None = None
+        deadline = float("inf")
+        while running and time.monotonic() < deadline:
+            left = min(deadline - time.monotonic(), 3600.0)
+            done, _ = self._ray.wait(list(running), num_returns=1, timeout=max(left, 0.0))
+            for ref in done:
+                rank = running.pop(ref)
+                error, secondary, results[rank] = self._outcome(ref, rank)
+                if error is not None and not secondary:
+                    raise error
+                if error is not None and consequence is None:
+                    consequence, deadline = error, time.monotonic() + _GRACE
+            if consequence is not None and time.monotonic() >= deadline and self._a_death(running):
+                deadline += _GRACE  # Ray will say it in a moment
+        if consequence is not None:
+            raise consequence
+        return results
+
+    def _outcome(self, ref: Any, rank: int) -> tuple[WorkerError | None, bool, Any]:
+        """(error, whether it only follows from another, value) of a worker that has ended."""
+        name = self._name(rank)
+        try:
+            said: Any = wire.decode(self._ray.get(ref))
+        except self._ray.exceptions.RayError as error:
+            self._tell(rank, _LAST_WORDS, DEAD)
+            text = f"{name} {_LAST_WORDS}.\nRay says: {str(error).strip()}"
+            return WorkerError(text, rank=rank, exit_code=137), False, None
+        if said["ok"]:
+            self._office.gone.remote(rank, "has finished and will not come", False)
+            return None, False, said["value"]
+        self._tell(rank, f"failed: {said['summary']}", FAILED)
+        text = f"{name} failed: {said['summary']}\n{said['traceback']}".rstrip()
+        return (
+            WorkerError(text, rank=rank, exit_code=said["exit_code"]), said["secondary"], None
+        )  # fmt: skip
+
+    def _tell(self, rank: int, why: str, state: int) -> None:
+        """Let the waiting workers know, on every host."""
+        self._office.gone.remote(rank, why, True)
+        if self._board is not None and self._board.state(rank) <= RUNNING:
+            self._board.set_state(rank, state, why, code=137 if state == DEAD else 1)
+
+    def _a_death(self, running: dict[Any, int]) -> bool:
+        """Whether a process of this host is gone and Ray has not said so yet."""
+        here = socket.gethostname()
+        where = [self._where[r] for r in running.values()]
+        return any(w["host"] == here and not alive(w["pid"]) for w in where)
+
+    def _name(self, rank: int) -> str:
+        w = self._where[rank]
+        return f"worker {rank} of {self._size} on {w['host']} (pid {w['pid']})"
+
+    def end(self) -> None:
+        for actor in [*self._seats, self._office]:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor)
+
+
+def spread(workers: int, cpus: float, room: dict[str, float], driver: str) -> list[str]:
+    """A node for each worker: all nodes filled alike, the main worker at the driver's side.
+
+    WHY there: it writes the results, and the driver's folder is where the user looks for them.
+
+    Args:
+        room: CPUs by node.
+        driver: the node of the process that asks.
+    """
+    taken = dict.fromkeys(room, 0.0)
+
+    def filled(node: str) -> tuple[float, bool]:
+        """How full it would be with one more; between equals, the driver's node comes last."""
+        return (taken[node] + cpus) / room[node], node == driver
+
+    nodes = []
+    for rank in range(workers):
+        able = [n for n in room if taken[n] + cpus <= room[n]] or [n for n in room if room[n] > 0]
+        node = driver if rank == 0 and driver in able else min(able, key=filled)
+        taken[node] += cpus
+        nodes.append(node)
+    return nodes
+
+
+# -- the actor -------------------------------------------------------------------------------------
+
+
+class Seat:
+    """The actor: hosts one worker. Its one long call runs the program in the main thread."""
+
+    def __init__(self, office: Any, rank: int, size: int) -> None:
+        from manyhands.engines.ray.parts import Desk
+
+        self._rank = rank
+        process.die_with_parent(os.getppid())  # the raylet: Ray itself takes a while to notice
+        DESK[:] = [Desk(office, rank, size)]
+
+    def __repr__(self) -> str:
+        """What Ray writes before each line that comes from another node."""
+        return f"worker {self._rank}"
+
+    def where(self, output: str) -> str:
+        import ray
+
+        if output:
+            _take_output(output)
+        node = ray.get_runtime_context().get_node_id()
+        return json.dumps({"host": socket.gethostname(), "node": node, "pid": os.getpid()})
+
+    def run(self, order_json: str) -> bytes:
+        order = json.loads(order_json)
+        os.environ.update(order["env"])
+        sys.path[:0] = [p for p in order["path"] if p not in sys.path]
+        if os.path.isdir(order["folder"]):
+            os.chdir(order["folder"])
+        try:
+            module, _, name = order["run"].partition(":")
+            value = getattr(importlib.import_module(module), name)(order["payload"])
+            reply = bytes(wire.encode({"ok": True, "value": value}))
+        except SystemExit as leave:
+            reply = _leaving(leave)
+        except BaseException as error:  # also KeyboardInterrupt: the driver decides what ends
+            reply = _failure(error)
+        worker = process.current()
+        if worker is not None:
+            worker.close()
+            process.forget()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return reply
+
+
+def _leaving(leave: SystemExit) -> bytes:
+    if leave.code in (None, 0):
+        return bytes(wire.encode({"ok": True, "value": None}))
+    code = leave.code if isinstance(leave.code, int) else 1
+    error = WorkerError(f"left with exit code {leave.code}", exit_code=code)
+    return _failure(error.with_traceback(leave.__traceback__))
+
+
+def _failure(error: BaseException) -> bytes:
+    worker = process.current()
+    if worker is not None:
+        worker.fail(error)
+    said = {
+        "ok": False,
+        "summary": f"{type(error).__name__}: {error}",
+        "traceback": "".join(traceback.format_exception(process.trim(error))),
+        "secondary": isinstance(error, CollectiveError),
+        "exit_code": error.exit_code if isinstance(error, WorkerError) else 1,
+    }
+    return bytes(wire.encode(said))
+
+
+def _take_output(address: str) -> None:
+    """Write where the driver writes: no prefix, no delay, and no last line lost."""
+    with socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(5.0)
+        line.connect(address)
+        _, fds, _, _ = socket.recv_fds(line, 1, 2)
+    for fd, target in zip(fds, (1, 2), strict=True):
+        os.dup2(fd, target)
+        os.close(fd)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

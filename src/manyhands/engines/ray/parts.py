@@ -1,0 +1,399 @@
+"""Channel, WeightStore and Service between Ray actors: one post office a run.
+
+    worker ── put / get / publish / pull / call ──> Office (an asyncio actor, no CPU of its own)
+    worker <── letters: calls to serve, answers, news of the gone ── ear (a thread a worker)
+
+WHY not call the workers' actors directly: Ray hands out the calls of a threaded actor from the
+process's main thread (measured: a call waits until the main thread is idle), so a worker could
+serve calls only if its program ran in a side thread, where signal handlers cannot be set. The
+office costs one more hop (about 1 ms) and leaves the main thread to the user's program.
+
+Only references to large data pass through the office; the data itself lies in the object store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import ray
+
+from manyhands import wire
+from manyhands.engines.base import Channel, Roster, Service, WeightStore
+from manyhands.engines.inline.parts import invoke, remote_error
+from manyhands.errors import CollectiveError, ConfigError, WorkerError
+from manyhands.trees import Tree
+
+_SMALL = 64 * 1024  # bytes that travel inside a call; above, the object store is cheaper
+_POLL = 5.0  # seconds an ear listens before it asks again
+_MARGIN = 10.0  # seconds beyond a wait's own deadline after which the office counts as lost
+OK, LATE, GONE = "ok", "late", "gone"
+Reply = tuple[str, Any]
+Parcel = Any  # bytes, or [ObjectRef]: a list, so that Ray passes the reference and not the data
+
+
+class _Queue:
+    def __init__(self) -> None:
+        self.items: list[list[Parcel]] = []  # each in a list of its own: an identity
+
+    def admitted(self, item: list[Parcel], capacity: int) -> bool:
+        return all(waiting is not item for waiting in self.items[capacity:])
+
+
+class Office:
+    """What all workers share. Replies say ok, late or gone; the worker that asked raises."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._queues: dict[str, _Queue] = {}
+        self._weights: dict[str, tuple[int, Parcel]] = {}
+        self._offers: dict[str, int] = {}
+        self._mail: list[list[Any]] = [[] for _ in range(size)]
+        self._met: dict[str, dict[int, Any]] = {}
+        self._gone: dict[int, str] = {}  # rank -> why it can no longer come
+        self._bells: dict[str, list[asyncio.Future[None]]] = {}
+
+    async def ready(self) -> bool:
+        return True
+
+    async def meet(self, what: str, rank: int, value: Any, timeout: float) -> Reply:
+        """Everybody's value, by rank, once all have come; else the ranks that have not."""
+        met = self._met.setdefault(what, {})
+        met[rank] = value
+        self._ring(what)
+        others = [r for r in range(self._size) if r != rank]
+        reply = await self._until(what, lambda: len(met) == self._size, timeout, others)
+        if reply[0] == OK:
+            return OK, [met[r] for r in range(self._size)]
+        return reply if reply[0] == GONE else (LATE, [r for r in others if r not in met])
+
+    async def gone(self, rank: int, why: str, final: bool) -> None:
+        """That worker is dead or failed (final), or has finished and only serves from now on."""
+        self._gone[rank] = why
+        for mail in self._mail if final else []:
+            mail.append(["gone", rank, why])
+        for topic in list(self._bells):
+            self._ring(topic)
+
+    # -- channels and weights --------------------------------------------------------------------
+
+    async def put(self, name: str, capacity: int, reader: int, parcel: Parcel,
+                  timeout: float) -> Reply:  # fmt: skip
+        box, item, topic = self._queues.setdefault(name, _Queue()), [parcel], f"channel/{name}"
+        box.items.append(item)  # at once: the order of arrival is the order of reading
+        self._ring(topic)
+        reply = await self._until(topic, lambda: box.admitted(item, capacity), timeout, [reader])
+        if reply[0] != OK:
+            box.items = [waiting for waiting in box.items if waiting is not item]
+        return reply
+
+    async def get(self, name: str, timeout: float) -> Reply:
+        box, topic = self._queues.setdefault(name, _Queue()), f"channel/{name}"
+        reply = await self._until(topic, lambda: bool(box.items), timeout, [])
+        if reply[0] != OK:
+            return reply
+        (parcel,) = box.items.pop(0)
+        self._ring(topic)
+        return OK, parcel
+
+    async def length(self, name: str) -> int:
+        return len(self._queues[name].items) if name in self._queues else 0
+
+    async def publish(self, name: str, parcel: Parcel) -> int:
+        version = self._weights.get(name, (0, None))[0] + 1
+        self._weights[name] = (version, parcel)
+        self._ring(f"weights/{name}")
+        return version
+
+    async def pull(self, name: str, newer_than: int, writer: int, timeout: float | None) -> Reply:
+        def newest() -> tuple[int, Parcel]:
+            return self._weights.get(name, (0, None))
+
+        if timeout is not None:
+            reply = await self._until(
+                f"weights/{name}", lambda: newest()[0] > newer_than, timeout, [writer]
+            )
+            if reply[0] != OK:
+                return reply
+        return OK, newest() if newest()[0] > newer_than else None
+
+    # -- letters ---------------------------------------------------------------------------------
+
+    async def offer(self, name: str, rank: int) -> int:
+        """Who offers that name now: `rank`, or whoever was first."""
+        owner = self._offers.setdefault(name, rank)
+        self._ring("offers")
+        return owner
+
+    async def find(self, name: str, timeout: float) -> Reply:
+        reply = await self._until("offers", lambda: name in self._offers, timeout, [])
+        return (OK, self._offers[name]) if reply[0] == OK else (LATE, sorted(self._offers))
+
+    async def post(self, rank: int, letter: list[Any]) -> None:
+        self._mail[rank].append(letter)
+        self._ring(f"mail/{rank}")
+
+    async def collect(self, rank: int) -> list[Any]:
+        """All letters for that worker; waits a while for the first."""
+        await self._until(f"mail/{rank}", lambda: bool(self._mail[rank]), _POLL, [])
+        letters, self._mail[rank] = self._mail[rank], []
+        return letters
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _ring(self, topic: str) -> None:
+        for bell in self._bells.pop(topic, []):
+            if not bell.done():
+                bell.set_result(None)
+
+    async def _until(self, topic: str, ready: Callable[[], bool], timeout: float,
+                     needed: Sequence[int]) -> Reply:  # fmt: skip
+        """Wait for `ready()`; give up when time is over or one of `needed` is gone."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout if timeout > 0 else float("inf")
+        while not ready():
+            for rank in needed:
+                if rank in self._gone:
+                    return GONE, self._gone[rank]
+            left = deadline - loop.time()
+            if left <= 0:
+                return LATE, None
+            bell: asyncio.Future[None] = loop.create_future()
+            self._bells.setdefault(topic, []).append(bell)
+            await asyncio.wait([bell], timeout=min(left, 3600.0))
+            bell.cancel()
+        return OK, None
+
+
+# -- a worker's side -------------------------------------------------------------------------------
+
+
+class Desk:
+    """A worker's door to the office: calls with deadlines, and the ear."""
+
+    def __init__(self, office: Any, rank: int, size: int) -> None:
+        self.office, self.rank, self.size = office, rank, size
+        self.names = [f"worker {r} of {size}" for r in range(size)]
+        self.gone: dict[int, str] = {}
+        self._ids = itertools.count()
+        self._pending: dict[int, tuple[int, str, Future[Any]]] = {}
+        self._counters: dict[str, _Counter] = {}
+        self._lock = threading.Lock()
+        threading.Thread(target=self._listen, name="manyhands-ear", daemon=True).start()
+
+    def ask(self, doing: str, method: str, *args: Any, wait: float | None = 0.0) -> Any:
+        """The office's answer. `wait` is how long it may take its time (0: for ever)."""
+        limit = None if wait == 0 else (wait or 0.0) + _MARGIN
+        try:
+            return ray.get(getattr(self.office, method).remote(*args), timeout=limit)
+        except ray.exceptions.GetTimeoutError:
+            raise CollectiveError(f"{doing}: no answer from Ray within {limit:g} s") from None
+        except ray.exceptions.RayError as error:
+            raise CollectiveError(f"{doing}: the run's office is gone ({_first(error)})") from None
+
+    def pack(self, tree: Tree, *, store: bool = False) -> Parcel:
+        data = wire.encode(tree)
+        if len(data) <= _SMALL and not store:
+            return bytes(data)
+        return [ray.put(np.frombuffer(data, np.uint8))]
+
+    def unpack(self, parcel: Parcel, doing: str, timeout: float) -> Tree:
+        if isinstance(parcel, bytes):
+            return wire.decode(parcel)
+        try:
+            # WHY copies: memory of the object store is read-only and shared by all.
+            return wire.decode(ray.get(parcel[0], timeout=timeout or None))
+        except ray.exceptions.RayError as error:
+            raise CollectiveError(
+                f"{doing}: its data is lost, with the worker that made it ({_first(error)})"
+            ) from None
+
+    # -- services --------------------------------------------------------------------------------
+
+    def serve(self, name: str, target: object) -> None:
+        counter = _Counter(self, name, target)
+        with self._lock:
+            taken = name in self._counters
+            if not taken:
+                self._counters[name] = counter  # before the offer: a call may follow at once
+        owner = self.rank if taken else self.ask(f"serve {name!r}", "offer", name, self.rank)
+        if taken or owner != self.rank:
+            if not taken:
+                del self._counters[name]
+            raise ConfigError(f"a service named {name!r} is already offered by worker {owner}")
+        counter.open()
+
+    def send_call(self, rank: int, name: str, parcel: Parcel) -> Future[Any]:
+        future: Future[Any] = Future()
+        number = next(self._ids)
+        with self._lock:
+            self._pending[number] = (rank, name, future)
+            if rank in self.gone:
+                self._fail_calls(rank)
+                return future
+        self.office.post.remote(rank, ["call", name, number, self.rank, parcel])
+        return future
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                letters = ray.get(self.office.collect.remote(self.rank), timeout=_POLL + _MARGIN)
+            except Exception as error:  # the office is gone: so is everybody that it speaks for
+                with self._lock:
+                    for rank in range(self.size):
+                        self.gone.setdefault(rank, f"is out of reach ({_first(error)})")
+                        self._fail_calls(rank)
+                return
+            for letter in letters:
+                self._take(letter)
+
+    def _take(self, letter: list[Any]) -> None:
+        kind = letter[0]
+        if kind == "call":
+            _, name, number, caller, parcel = letter
+            self._counters[name].calls.put((number, caller, parcel))
+        elif kind == "answer":
+            _, number, worked, parcel = letter
+            with self._lock:
+                rank, name, future = self._pending.pop(number)
+            try:
+                value = self.unpack(parcel, f"answer of service {name!r}", 0.0)
+            except (CollectiveError, ConfigError) as error:
+                future.set_exception(error)
+                return
+            if worked:
+                future.set_result(value)
+            else:
+                future.set_exception(WorkerError(value, rank=rank))
+        else:
+            _, rank, why = letter
+            with self._lock:
+                self.gone[rank] = why
+                self._fail_calls(rank)
+
+    def _fail_calls(self, rank: int) -> None:
+        for number, (to, name, future) in list(self._pending.items()):
+            if to == rank:
+                del self._pending[number]
+                future.set_exception(
+                    CollectiveError(f"service {name!r}: {self.names[rank]} {self.gone[rank]}")
+                )
+
+
+class _Counter:
+    """Serves the calls on one object, one at a time, in a thread of its own."""
+
+    def __init__(self, desk: Desk, name: str, target: object) -> None:
+        self.calls: queue.Queue[tuple[int, int, Parcel]] = queue.Queue()
+        self._desk, self._name, self._target = desk, name, target
+
+    def open(self) -> None:
+        threading.Thread(target=self._run, name=f"service-{self._name}", daemon=True).start()
+
+    def _run(self) -> None:
+        me = f"service {self._name!r} of worker {self._desk.rank}"
+        while True:
+            number, caller, parcel = self.calls.get()
+            method = "call"
+            try:
+                method, args, kwargs = self._desk.unpack(parcel, me, 0.0)
+                answer, worked = self._desk.pack(invoke(self._target, method, args, kwargs)), True
+            except Exception as error:
+                answer = self._desk.pack(str(remote_error(me, method, error)))
+                worked = False
+            self._desk.office.post.remote(caller, ["answer", number, worked, answer])
+
+
+class RayService(Service):
+    def __init__(self, desk: Desk, name: str, rank: int, timeout: float) -> None:
+        self._desk, self._key, self._rank, self.timeout = desk, name, rank, timeout
+        self.name = f"service {name!r} of {desk.names[rank]}"
+
+    def call_async(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        parcel = self._desk.pack([method, list(args), kwargs])
+        return self._desk.send_call(self._rank, self._key, parcel)
+
+
+class RayChannel(Channel):
+    def __init__(self, desk: Desk, name: str, reader: int, capacity: int, timeout: float) -> None:
+        self._desk, self._name, self._timeout = desk, name, timeout
+        self._reader, self._capacity = reader, capacity
+
+    def put(self, tree: Tree, timeout: float | None = None) -> None:
+        limit = self._timeout if timeout is None else timeout
+        doing = f"channel {self._name!r}: put"
+        state, why = self._desk.ask(
+            doing, "put", self._name, self._capacity, self._reader, self._desk.pack(tree), limit,
+            wait=limit,
+        )  # fmt: skip
+        reader = self._desk.names[self._reader]
+        if state == GONE:
+            raise CollectiveError(f"{doing}: the reader, {reader}, {why}")
+        if state == LATE:
+            raise CollectiveError(f"{doing}: full for {limit:g} s; the reader is {reader}")
+
+    def get(self, timeout: float | None = None) -> Tree:
+        if self._desk.rank != self._reader:
+            raise ConfigError(f"channel {self._name!r}: only worker {self._reader} reads")
+        limit = self._timeout if timeout is None else timeout
+        doing = f"channel {self._name!r}: get"
+        state, parcel = self._desk.ask(doing, "get", self._name, limit, wait=limit)
+        if state == LATE:
+            raise CollectiveError(f"{doing}: nothing came for {limit:g} s")
+        return self._desk.unpack(parcel, doing, limit)
+
+    def __len__(self) -> int:
+        size = self._desk.ask(f"channel {self._name!r}", "length", self._name, wait=_MARGIN)
+        return min(int(size), self._capacity)
+
+
+class RayWeights(WeightStore):
+    def __init__(self, desk: Desk, name: str, writer: int, timeout: float) -> None:
+        self._desk, self._name, self._writer, self._timeout = desk, name, writer, timeout
+
+    def publish(self, tree: Tree) -> int:  # one ray.put a version, however many pull
+        doing = f"weights {self._name!r}: publish"
+        if self._desk.rank != self._writer:
+            raise ConfigError(f"weights {self._name!r}: only worker {self._writer} publishes")
+        parcel = self._desk.pack(tree, store=True)
+        return int(self._desk.ask(doing, "publish", self._name, parcel, wait=_MARGIN))
+
+    def pull(self, newer_than: int = 0, timeout: float | None = None) -> tuple[int, Tree] | None:
+        doing, writer = f"weights {self._name!r}: pull", self._desk.names[self._writer]
+        wait = _MARGIN if timeout is None else timeout
+        state, found = self._desk.ask(
+            doing, "pull", self._name, newer_than, self._writer, timeout, wait=wait
+        )
+        if state == GONE:
+            raise CollectiveError(f"{doing}: {writer} {found}")
+        if state == LATE:
+            raise CollectiveError(
+                f"{doing}: no version {newer_than + 1} from {writer} within {wait:g} s"
+            )
+        if found is None:
+            return None
+        version, parcel = found
+        return int(version), self._desk.unpack(parcel, doing, self._timeout)
+
+
+class NewsRoster(Roster):
+    """Workers on several hosts: who is gone, as the driver told the office."""
+
+    def __init__(self, desk: Desk, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self._desk = desk
+
+    def raise_if_gone(self, ranks: Sequence[int], doing: str) -> None:
+        for rank in ranks:
+            if rank in self._desk.gone:
+                raise CollectiveError(f"{doing}: {self.name(rank)} {self._desk.gone[rank]}")
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).strip().split("\n", 1)[0] or type(error).__name__)[:200]

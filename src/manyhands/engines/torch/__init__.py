@@ -1,0 +1,1 @@
+"""Workers under torch.distributed."""

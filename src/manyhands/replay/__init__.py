@@ -1,0 +1,1 @@
+"""Where transitions rest: rings, priorities, shards, frames."""

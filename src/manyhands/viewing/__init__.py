@@ -1,0 +1,1 @@
+"""Looking at runs: curves, pictures, report, video, evaluation, export. Never changes one."""

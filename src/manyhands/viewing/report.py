@@ -1,0 +1,309 @@
+"""`manyhands report`: all that a run has left, on one page that can be sent to somebody.
+
+The first folder is what the page is about; others are compared with it in the curves and in the
+table of times. What cannot be made is left out with a sentence that says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manyhands import __version__
+from manyhands.errors import ConfigError
+from manyhands.experiment.bottleneck import bottleneck
+from manyhands.experiment.progress import duration
+from manyhands.experiment.report_lines import number
+from manyhands.experiment.timing import shares
+from manyhands.viewing import curves
+from manyhands.viewing import report_page as html
+from manyhands.viewing.report_pictures import behaviour, picture
+from manyhands.viewing.runs import Run, command_of, group_runs, read_run
+
+# Phases that have a column and a colour of their own, whatever a run calls the rest
+PHASES = ("rollout", "optimisation", "synchronisation", "logging", "starting", "checkpoint")
+_TABLE = PHASES[:4]
+_NOT_DRAWN = ("env_steps", "update", "wall_seconds", "episodes", "mean_return")
+_CURVE, _SMALL = (5.2, 3.1), (3.6, 2.2)  # inches
+_EVENTS, _MANY_EVENTS = 200, 30  # shown at all, and without being asked
+
+
+def write_report(
+    dirs: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    video: bool = True,
+) -> Path:
+    """Write the page about the first folder; where it is."""
+    runs = [read_run(path) for path in dirs]
+    path = Path(out) if out else runs[0].path / "report.html"
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(make_page(runs, video=video), encoding="utf-8")
+    os.replace(beside, path)
+    return path
+
+
+def make_page(runs: Sequence[Run], *, video: bool = True) -> str:
+    run = runs[0]
+    setup = run.experiment.run
+    told = (
+        f"{run.summary['strategy']} strategy on the {run.summary['engine']} engine, "
+        f"{_many(int(run.summary['workers']), 'worker')}, seed {run.summary['seed']}"
+    )
+    body = [
+        headline(run),
+        learning(runs),
+        measures(run),
+        behaviour(run, video=video),
+        times(runs),
+        workers(run),
+        events(run),
+        repeat(run),
+    ]
+    made = time.strftime("%Y-%m-%d %H:%M")
+    footer = (
+        f"Made by manyhands {__version__} on {made} from {run.path.absolute().name}, {setup.env}."
+    )
+    return html.page(run.name, told, body, footer)
+
+
+# -- the parts of the page -------------------------------------------------------------------------
+
+
+def headline(run: Run) -> str:
+    s = run.summary
+    words = str(s["exit"])
+    failed = words.startswith("failed")
+    state = "Failed" if failed else words.capitalize()
+    kind = "good" if s["solved"] else "bad" if failed else ""
+    target = run.experiment.run.target_return
+    goal = "no target was set" if target is None else f"target {target:,g}"
+    mean, best = s["mean_return"], s["best_return"]
+    none = mean is None or best is None
+    parts = [
+        html.tile("State", state, goal, kind),
+        html.tile(
+            "Return",
+            "–" if none else f"{mean:,.1f}",
+            "no episode has finished" if none else f"mean of the last 100; best {best:,.1f}",
+        ),
+        html.tile(
+            "Steps", number(s["env_steps"]), f"of {number(run.experiment.run.steps)} allowed"
+        ),
+        html.tile(
+            "Speed", f"{number(round(s['steps_per_second']))}", "steps a second, all workers"
+        ),
+        html.tile("Time", _clock(s["wall_seconds"]), f"{number(s['updates'])} updates"),
+        html.tile("Episodes", number(s["episodes"]), f"{number(s['restarts'])} restarts"),
+    ]
+    fault = html.code(words, fault=True) if failed else ""
+    if not run.finished:
+        fault = html.paragraph("The run has written no summary: it goes on, or it was killed.")
+    return html.tiles(parts) + fault
+
+
+def learning(runs: Sequence[Run]) -> str:
+    env = runs[0].experiment.run.env
+    groups = [g for g in group_runs(runs) if g.env == env]
+    several = len(groups) > 1
+    if not any(len(run.episodes["return"]) for g in groups for run in g.runs):
+        return html.section("Learning", html.paragraph("No episode has finished: no curve."))
+    made = []
+    for x in ("steps", "time"):
+
+        def draw(figure: Any, theme: curves.Theme, x: Any = x) -> None:
+            curves.draw(figure.subplots(), groups, x, theme=theme)
+            if several:
+                curves.legend(figure, figure.axes, 1)
+
+        what = "environment steps" if x == "steps" else "time"
+        size = (_CURVE[0], _CURVE[1] + (0.22 * len(groups) if several else 0))
+        made.append(picture(draw, size, f"Learning curve against {what}"))
+    band = (
+        "Lines are means over seeds, bands one standard deviation over seeds; thin lines are "
+        "seeds. A curve of one run has no band."
+        if several or len(groups[0].runs) > 1
+        else "The line is the mean return of the last 100 finished episodes, the band one standard "
+        "deviation of those episodes."
+    )
+    left = len(runs) - sum(len(g.runs) for g in groups)
+    other = f" {_many(left, 'run')} on other environments are not drawn." if left else ""
+    return html.section("Learning", html.gallery(made), html.paragraph(band + other, soft=True))
+
+
+def measures(run: Run) -> str:
+    """Small multiples of everything that the algorithm has told."""
+    made, constant = [], []
+    for name, values in run.metrics.items():
+        if name in _NOT_DRAWN or name.startswith("seconds/"):
+            continue
+        there = values[np.isfinite(values)]
+        if not len(there) or np.ptp(there) == 0:
+            constant.append(f"{curves.words_of(name)} {there[0]:g}" if len(there) else name)
+            continue
+
+        def draw(figure: Any, theme: curves.Theme, name: str = name) -> None:
+            axes = figure.subplots()
+            curve = curves.curve_of(run, "steps", name)
+            if curve is not None:
+                axes.plot(curve.x, curve.mean, color=theme.colours[0], linewidth=1.4)
+                if curve.mean.min() > 0 and curve.mean.max() > 30 * np.median(curve.mean):
+                    axes.set_yscale("log")  # else one early peak is all there is to see
+            axes.set_title(curves.words_of(name), loc="left")
+            axes.set_xlim(left=0)
+            curves.short_numbers(axes, y=axes.get_yscale() == "linear")
+
+        made.append(picture(draw, _SMALL, curves.words_of(name), size=9.0))
+    if not made and not constant:
+        return html.section("Measures", html.paragraph("No update has been recorded."))
+    same = f"The same all the way: {', '.join(constant)}." if constant else ""
+    return html.section(
+        "Measures",
+        html.paragraph("Against environment steps; one point an update.", soft=True),
+        html.gallery(made, small=True),
+        html.paragraph(same, soft=True),
+    )
+
+
+def times(runs: Sequence[Run]) -> str:
+    columns = ["run", "steps/s", "wall", "updates", *_TABLE, "the rest"]
+    if len(runs) > 1:
+        columns.insert(2, "speed-up")
+    rows, bars = [], []
+    first = float(runs[0].summary["steps_per_second"]) or 1.0
+    for run in runs:
+        s, wall = run.summary, float(run.summary["wall_seconds"])
+        rows.append(_time_row(run, first if len(runs) > 1 else 0.0))
+        parts = [
+            (_colour(name), share, f"{name}: {seconds:.2f} s, {share:.1%}")
+            for name, seconds, share in sorted(
+                shares(run.phases, wall), key=lambda row: _place(row[0])
+            )
+        ]
+        label = f"{_many(int(s['workers']), 'worker')}, {s['strategy']} on {s['engine']}"
+        bars.append(html.paragraph(f"{label}: {_clock(wall)}") + html.bar(parts))
+    run = runs[0]
+    sentence = "No time was measured."
+    if run.phases:
+        wall = float(run.summary["wall_seconds"])
+        found = bottleneck(run.phases, run.experiment, wall_seconds=wall)
+        sentence = f"{found[0].upper()}{found[1:]}."
+    alone = (
+        " With gather only the main worker optimises; that is synchronisation to the others."
+        if any(r.summary["strategy"] == "gather" and r.summary["workers"] > 1 for r in runs)
+        else ""
+    )
+    names = {name for run in runs for name in run.phases} | {"everything else"}
+    legend = [(_colour(name), name) for name in sorted(names, key=_place)]
+    return html.section(
+        "Where the time went",
+        html.paragraph(sentence),
+        html.legend(legend),
+        *bars,
+        html.heading("By number of workers"),
+        html.table(columns, rows),
+        html.paragraph(
+            "Time of one update, mean over updates and workers (they run side by side), and share "
+            "of the wall time." + alone,
+            soft=True,
+        ),
+    )
+
+
+def _time_row(run: Run, first: float) -> list[str | tuple[str, str]]:
+    s = run.summary
+    wall, updates = float(s["wall_seconds"]), max(1, int(s["updates"]))
+    phases = run.phases
+    rest = max(0.0, wall - sum(phases.get(name, 0.0) for name in _TABLE))
+    seconds = [*(phases.get(name, 0.0) for name in _TABLE), rest]
+    cells: list[str | tuple[str, str]] = [
+        (_many(int(s["workers"]), "worker"), f"{s['strategy']}, {s['engine']}, seed {s['seed']}"),
+        number(round(s["steps_per_second"])),
+        _clock(wall),
+        number(s["updates"]),
+        *((_milliseconds(t / updates), f"{t / (wall or 1.0):.0%}") for t in seconds),
+    ]
+    if first:
+        cells.insert(2, f"{s['steps_per_second'] / first:.2f}×")
+    return cells
+
+
+def workers(run: Run) -> str:
+    by, returns, lengths = (run.episodes[name] for name in ("worker", "return", "length"))
+    rows = []
+    for worker in range(int(run.summary["workers"])):
+        own = by == worker
+        mean = f"{returns[own][-100:].mean():,.1f}" if own.any() else "–"
+        about = [e for e in run.events if e.get("worker", e.get("rank")) == worker]
+        restarts = sum(str(e.get("event")).startswith("restart") for e in about)
+        faults = sum(e.get("event") == "fault" for e in about)
+        rows.append(
+            [str(worker), number(int(own.sum())), number(int(lengths[own].sum())), mean,
+             str(restarts), str(faults)]
+        )  # fmt: skip
+    columns = ["worker", "episodes", "their steps", "return, last 100", "restarts", "faults"]
+    return html.section("Workers", html.table(columns, rows))
+
+
+def events(run: Run) -> str:
+    if not run.events:
+        return html.section("Events", html.paragraph("None was recorded."))
+    rows = []
+    for event in run.events[-_EVENTS:]:
+        facts = {k: v for k, v in event.items() if k not in ("event", "time", "wall_seconds")}
+        said = ", ".join(
+            f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in facts.items()
+        )
+        seconds = event.get("wall_seconds", 0.0)
+        rows.append([f"{float(seconds):.2f} s", str(event.get("event", "")), said])
+    more = len(run.events) - len(rows)
+    note = html.paragraph(f"{number(more)} earlier ones are not shown.", soft=True) if more else ""
+    shown = html.table(["time", "event", "facts"], rows, "text wrap") + note
+    if len(rows) > _MANY_EVENTS:
+        shown = html.details(f"{len(rows)} events", shown)
+    return html.section("Events", shown)
+
+
+def repeat(run: Run) -> str:
+    config = run.path / "config.toml"
+    return html.section(
+        "How to repeat it",
+        html.paragraph("In a new folder, with the same seed and workers:"),
+        html.code(f"manyhands train --config {config}"),
+        html.paragraph("The same without the file:"),
+        html.code(command_of(run.experiment)),
+        html.details("The whole configuration", html.code(config.read_text(encoding="utf-8"))),
+    )
+
+
+# -- small things ----------------------------------------------------------------------------------
+
+
+def _colour(phase: str) -> str:
+    if phase == "everything else":
+        return "rest"
+    return f"p{PHASES.index(phase)}" if phase in PHASES else "p6"
+
+
+def _place(phase: str) -> int:
+    return PHASES.index(phase) if phase in PHASES else len(PHASES) + (phase == "everything else")
+
+
+def _clock(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{number(count)} {noun}{'' if count == 1 else 's'}"
