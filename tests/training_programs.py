@@ -225,12 +225,11 @@ def learn_from_parts(name: str, parts: list[int], updates: int) -> Any:
 def learner(name: str) -> Any:
     from gymnasium.spaces import Box, Discrete
 
-    from manyhands.algorithms.options import CONFIGS
-    from manyhands.algorithms.registry import ALGORITHMS
+    from manyhands.algorithms.registry import SPECS
     from manyhands.networks.build import build_actor_critic
 
     model = build_actor_critic(Box(-1, 1, (4,)), Discrete(3), hidden=(16, 16), seed=3)
-    return ALGORITHMS[name](model, CONFIGS[name](**SMALL[name]), seed=1)
+    return SPECS[name].load()(model, SPECS[name].options(**SMALL[name]), seed=1)
 
 
 def random_batch(algorithm: Any, rows: int, rng: np.random.Generator) -> Any:

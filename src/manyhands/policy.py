@@ -25,10 +25,9 @@ from manyhands.envs import make_vec
 from manyhands.envs.registry import resolve
 from manyhands.envs.spaces import ActionMap
 from manyhands.errors import ConfigError, SupportError
-from manyhands.networks.build import ActorCritic, build_actor_critic
+from manyhands.networks.build import ActorCritic
 from manyhands.networks.fast import mode, sample
-from manyhands.networks.lstm import RecurrentActorCritic, build_recurrent
-from manyhands.networks.q import build_for_replay
+from manyhands.networks.lstm import RecurrentActorCritic
 from manyhands.trees import Array
 
 FILE = "policy.safetensors"
@@ -51,26 +50,8 @@ def spaces_of(run: RunConfig) -> tuple[Any, Any]:
 
 def build_model(experiment: Experiment, observation_space: Any, action_space: Any) -> ActorCritic:
     """The network that a configuration asks for, with the weights its seed begins with."""
-    run = experiment.run
-    if experiment.algorithm in ("dqn", "ddpg"):
-        return build_for_replay(experiment, observation_space, action_space)  # type: ignore[return-value]
-    if units := getattr(experiment.options, "lstm", 0):
-        return build_recurrent(  # type: ignore[return-value]
-            observation_space,
-            action_space,
-            units=units,
-            hidden=run.hidden,
-            activation=run.activation,
-            seed=seeding.integer(run.seed, "weights"),
-        )
-    return build_actor_critic(
-        observation_space,
-        action_space,
-        hidden=run.hidden,
-        activation=run.activation,
-        shared=run.shared_network,
-        seed=seeding.integer(run.seed, "weights"),
-    )
+    model: ActorCritic = experiment.spec.build_model(experiment, observation_space, action_space)
+    return model
 
 
 def build_normaliser(experiment: Experiment, observation_space: Any) -> Normaliser:

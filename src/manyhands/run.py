@@ -155,7 +155,7 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
     worker = attach()
     # Before any environment is made: whatever draws from the generators that all share repeats.
     seeding.seed_everything(experiment.run.seed, "worker", worker.place.rank)
-    program = PROGRAMS.get((experiment.algorithm, experiment.strategy))
+    program = PROGRAMS.get((experiment.spec.learns_from, experiment.strategy))
     if program is not None:
         from manyhands.strategies.life import live
 

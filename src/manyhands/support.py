@@ -5,6 +5,9 @@ A cell is OK, or the reason why not.
 
 from __future__ import annotations
 
+from manyhands.algorithms.registry import SPECS, spec_of
+from manyhands.algorithms.spec import AlgorithmSpec
+
 OK = "ok"
 
 ENGINES = ("inline", "local", "mpi", "ray", "torch")
@@ -26,28 +29,29 @@ PARTS: dict[str, dict[str, str]] = {
 
 STRATEGIES = ("single", "gather", "allreduce", "gradient_server", "apex", "actor_learner")
 
-_NOT_YET = "not built yet"
 _ON_POLICY = "learns from fresh data only, and a replay holds old; use dqn or ddpg"
 _LAG = "does not correct for data older than its policy; use impala"
 _SEVERAL_STEPS = "takes several steps on one batch, which others' gradients would upset; use a2c"
 _REPLAY = "learns from a replay, which apex spreads over workers; use single or apex"
-_LINE_SEARCH = "makes a search over one whole batch, no gradient that can be pushed; use a2c"
 _V_TRACE = "is made for actors that send to a learner; use actor_learner"
 
-
-def _cells(otherwise: str, **given: str) -> dict[str, str]:
-    return {s: given.get(s, otherwise) for s in STRATEGIES}
-
-
-# algorithm -> strategy -> OK or the reason, which reads on after the algorithm's name
-ALGORITHMS: dict[str, dict[str, str]] = {
-    "a2c": _cells(OK, apex=_ON_POLICY, actor_learner=_LAG),
-    "ppo": _cells(OK, gradient_server=_SEVERAL_STEPS, apex=_ON_POLICY, actor_learner=_LAG),
-    "trpo": _cells(OK, gradient_server=_LINE_SEARCH, apex=_ON_POLICY, actor_learner=_LAG),
-    "dqn": _cells(_REPLAY, single=OK, apex=OK),
-    "ddpg": _cells(_REPLAY, single=OK, apex=OK),
-    "impala": _cells(_V_TRACE, single=OK, actor_learner=OK),
+# what an algorithm learns from -> strategy -> the reason why not; the others are OK
+_KINDS: dict[str, dict[str, str]] = {
+    "rollout": {"apex": _ON_POLICY, "actor_learner": _LAG, "gradient_server": _SEVERAL_STEPS},
+    "unroll": {s: _V_TRACE for s in STRATEGIES if s not in ("single", "actor_learner")},
+    "replay": {s: _REPLAY for s in STRATEGIES if s not in ("single", "apex")},
 }
+
+
+def cells_of(spec: AlgorithmSpec) -> dict[str, str]:
+    """Strategy -> OK or the reason, which reads on after the algorithm's name."""
+    cells = dict.fromkeys(STRATEGIES, OK) | _KINDS[spec.learns_from]
+    if spec.pushes_gradients:
+        cells["gradient_server"] = OK
+    return cells | dict(spec.refuses)
+
+
+ALGORITHMS: dict[str, dict[str, str]] = {name: cells_of(spec) for name, spec in SPECS.items()}
 
 # strategy -> engine -> OK or the reason
 ON_ENGINES: dict[str, dict[str, str]] = {
@@ -71,21 +75,20 @@ def parts_of(engine: str) -> list[str]:
 
 
 def built() -> list[str]:
-    """The algorithms that run at least one way."""
-    return [name for name, cells in ALGORITHMS.items() if OK in cells.values()]
+    """Our own algorithms."""
+    return list(SPECS)
 
 
 def strategies_of(algorithm: str) -> list[str]:
     """The strategies that an algorithm runs with."""
-    return [s for s, cell in ALGORITHMS[algorithm].items() if cell == OK]
+    return [s for s, cell in cells_of(spec_of(algorithm)).items() if cell == OK]
 
 
 def why_not(algorithm: str, strategy: str, engine: str) -> str:
     """Empty when the three go together, else the reason; all three names must be known ones."""
-    cell = ALGORITHMS[algorithm][strategy]
+    spec = spec_of(algorithm)
+    cell = cells_of(spec)[strategy]
     if cell != OK:
-        return f"{algorithm} with {strategy}: " + (
-            cell if cell == _NOT_YET else f"{algorithm} {cell}"
-        )
+        return f"{spec.name} with {strategy}: {spec.name} {cell}"
     there = ON_ENGINES[strategy][engine]
     return "" if there == OK else f"{strategy} on {engine}: {there}"

@@ -13,8 +13,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from manyhands.algorithms.base import Alone
-from manyhands.algorithms.options import CONFIGS
-from manyhands.algorithms.registry import ALGORITHMS
+from manyhands.algorithms.registry import SPECS
 from manyhands.collect.noise import EnvNoise
 from manyhands.collect.rollout import Acted, Collector, Normaliser
 from manyhands.envs import make_vec
@@ -25,7 +24,7 @@ from manyhands.networks.build import build_actor_critic
 pytestmark = [pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")]
 
 # dqn and ddpg learn from a replay; impala's rows keep their order in time: test_impala.py
-NAMES = sorted(set(ALGORITHMS) - {"dqn", "ddpg", "impala"})
+NAMES = sorted(set(SPECS) - {"dqn", "ddpg", "impala"})
 OBSERVATIONS: dict[str, Any] = {
     "vector": Box(-2.0, 2.0, (5,), np.float32),
     "doubles": Box(-2.0, 2.0, (2, 3), np.float64),
@@ -59,7 +58,7 @@ def one_thread() -> Iterator[None]:
 def make(name: str, observations: Any, actions: Any, **options: Any) -> Any:
     """An algorithm with a small network, on the spaces given."""
     model = build_actor_critic(observations, actions, hidden=(16, 16), shared=False, seed=2)
-    return ALGORITHMS[name](model, CONFIGS[name](**options), seed=1)
+    return SPECS[name].load()(model, SPECS[name].options(**options), seed=1)
 
 
 def some(space: Any, rows: int) -> Any:
@@ -257,7 +256,7 @@ def test_trpo_restores_the_policy_to_the_bit(how: str) -> None:
 def test_trpo_refuses_a_shared_network() -> None:
     model = build_actor_critic(OBSERVATIONS["vector"], ACTIONS["discrete"], shared=True)
     with pytest.raises(ConfigError, match="separate networks"):
-        ALGORITHMS["trpo"](model, CONFIGS["trpo"](), seed=1)
+        SPECS["trpo"].load()(model, SPECS["trpo"].options(), seed=1)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,8 +14,7 @@ from safetensors.numpy import load_file
 
 import manyhands as mh
 from manyhands.algorithms.base import Alone
-from manyhands.algorithms.options import CONFIGS
-from manyhands.algorithms.registry import ALGORITHMS
+from manyhands.algorithms.registry import SPECS
 from manyhands.engines.inline import world as inline
 from manyhands.errors import ConfigError
 from manyhands.experiment.folder import SUMMARY
@@ -130,7 +129,7 @@ def learn_from_batches(algorithm: str, group: Any) -> tuple[Any, Any]:
     space = Discrete(3) if discrete else Box(-2.0, 2.0, (2,))
     build = build_q_network if discrete else build_bounded_actor
     model = build(Box(-1.0, 1.0, (4,)), space, hidden=(16, 8), seed=2)
-    learner = ALGORITHMS[algorithm](model, CONFIGS[algorithm](), seed=1)
+    learner = SPECS[algorithm].load()(model, SPECS[algorithm].options(), seed=1)
     across = Alone() if group is None else OverGroup(group, Phases())
     rng, told = np.random.default_rng(3), []
     for _ in range(6):

@@ -14,7 +14,7 @@ from training_programs import as_in_a_worker
 
 from manyhands import train
 from manyhands.algorithms.base import Alone, recentred
-from manyhands.algorithms.registry import ALGORITHMS
+from manyhands.algorithms.registry import SPECS
 from manyhands.collect.noise import EnvNoise
 from manyhands.collect.rollout import Collector
 from manyhands.config import build
@@ -42,9 +42,9 @@ def slow_reference(name: str) -> Any:
     run = experiment.run
     envs = make_vec(run.env, ENVS, seed=run.seed)
     model = build_model(experiment, envs.observation_space, envs.action_space)
-    learner = ALGORITHMS[name](model, experiment.options, seed=run.seed)
+    learner = SPECS[name].load()(model, experiment.options, seed=run.seed)
     twin = build_model(experiment, envs.observation_space, envs.action_space)
-    actor = ALGORITHMS[name](twin, experiment.options, seed=run.seed)
+    actor = SPECS[name].load()(twin, experiment.options, seed=run.seed)
     normaliser = build_normaliser(experiment, envs.observation_space)
     collector = Collector(envs, actor.actor, LENGTH, EnvNoise(run.seed, 0, ENVS), normaliser)
     waiting = None

@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 
 from manyhands import support, train
-from manyhands.config import options_class
+from manyhands.algorithms.registry import SPECS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -308,7 +308,7 @@ def test_algorithm_page_agrees_with_the_support_table(algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", support.built())
 def test_defaults_in_algorithm_page_are_the_defaults(algorithm: str) -> None:
     shown = rows_of_tables(f"docs/algorithms/{algorithm}.md")
-    options = options_class(algorithm)
+    options = SPECS[algorithm].options
     told = [cells for cells in shown.values() if len(cells) == 2 and hasattr(options, cells[0])]
     assert len(told) >= 4
     for name, default in told:

@@ -14,9 +14,10 @@ import pytest
 
 import manyhands
 from manyhands import support
+from manyhands.algorithms.registry import SPECS
 from manyhands.cli import reference_api, reference_parts
-from manyhands.cli.train import HELP, WHAT
-from manyhands.config import RunConfig, default_strategy, help_of, hints_of, options_class, usual
+from manyhands.cli.train import HELP
+from manyhands.config import RunConfig, default_strategy, help_of, hints_of, usual
 from manyhands.experiment.bottleneck import PHASES
 from manyhands.parallel import Parallel
 from manyhands.run import RESUME_OPTIONS
@@ -92,13 +93,13 @@ def test_no_entry_of_the_api_page_is_without_words() -> None:
 def test_help_of_the_run_says_what_the_algorithms_have() -> None:
     told = help_of(RunConfig)
     for algorithm in support.built():
-        options = options_class(algorithm)
+        options = SPECS[algorithm].options
         assert (algorithm in told["normalize_rewards"]) == usual(options, "normalize_rewards")
         length = rf"\b{algorithm}\b[a-z0-9 ]* {options.ROLLOUT_LENGTH}\b"
         assert re.search(length, told["rollout_length"]), algorithm
         default = default_strategy(algorithm, 2)
         assert re.search(rf"{default} for [a-z0-9, ]*\b{algorithm}\b", told["strategy"]), algorithm
-        assert algorithm in WHAT
+        assert algorithm in SPECS
     assert all(name in told["strategy"] for name in support.STRATEGIES)
     assert all(name in told["engine"] for name in support.ENGINES)
     assert not [text for text in told.values() if "{" in text]

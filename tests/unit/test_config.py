@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands import config, support
+from manyhands.algorithms.registry import SPECS
 from manyhands.cli import train
 from manyhands.config import (
     GROUPS,
@@ -52,7 +53,7 @@ class Dummy:
 @pytest.fixture
 def dummy(monkeypatch: pytest.MonkeyPatch) -> None:
     """An algorithm whose options have every kind of field."""
-    monkeypatch.setattr(config, "options_class", lambda algorithm: Dummy)
+    monkeypatch.setattr(config, "spec_of", lambda algorithm: replace(SPECS["ppo"], options=Dummy))
 
 
 plain_text = st.text(max_size=20)
@@ -97,7 +98,7 @@ def test_round_trips(run: dict[str, Any], options: dict[str, Any], tmp_path_fact
     experiment = Experiment("ppo", RunConfig(**run), Dummy(**options))
     path = tmp_path_factory.getbasetemp() / "round.toml"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "options_class", lambda algorithm: Dummy)
+        patch.setattr(config, "spec_of", lambda algorithm: replace(SPECS["ppo"], options=Dummy))
         assert from_plain(to_plain(experiment)) == experiment
         assert build("ppo", **run, **options) == experiment
         save_toml(path, experiment)
@@ -206,7 +207,7 @@ def test_strategy_is_resolved() -> None:
 
 @pytest.mark.parametrize("algorithm", support.built())
 def test_every_option_has_help_and_no_name_stands_twice(algorithm: str) -> None:
-    options = config.options_class(algorithm)
+    options = SPECS[algorithm].options
     assert not set(names_of(options)) & set(names_of(RunConfig))
     for cls in (options, RunConfig):
         assert dataclasses.fields(cls)
@@ -301,7 +302,7 @@ def test_help_of_an_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for group in (*GROUPS, "trpo"):
         assert f"{group} options" in text
-    for name in (*names_of(RunConfig), *names_of(config.options_class("trpo"))):
+    for name in (*names_of(RunConfig), *names_of(SPECS["trpo"].options)):
         assert f"--{name.replace('_', '-')}" in text
     assert "-n N, --workers N" in text
 

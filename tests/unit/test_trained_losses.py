@@ -18,8 +18,7 @@ import torch
 from gymnasium.spaces import Box, Discrete
 
 from manyhands.algorithms.base import Alone
-from manyhands.algorithms.options import CONFIGS
-from manyhands.algorithms.registry import ALGORITHMS
+from manyhands.algorithms.registry import SPECS
 from manyhands.networks.build import build_actor_critic
 
 ROWS, STEP = 12, 1e-5
@@ -31,7 +30,7 @@ Row = tuple[list[float], float, int]  # logits, value, number of the row
 
 def make(name: str, **options: Any) -> Any:
     model = build_actor_critic(SPACE, ACTIONS, hidden=(4,), shared=False, seed=2)
-    return ALGORITHMS[name](model, CONFIGS[name](**options), seed=1)
+    return SPECS[name].load()(model, SPECS[name].options(**options), seed=1)
 
 
 def batch() -> dict[str, Any]:

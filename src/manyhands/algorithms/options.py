@@ -7,7 +7,7 @@ its import takes a second.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True)
@@ -230,13 +230,3 @@ class DDPGConfig(ReplayConfig):
     """With noise_kind=clipped: deviations at which it is cut."""
     ou_theta: float = 0.15
     """With noise_kind=ou: how strongly the walk is pulled back."""
-
-
-CONFIGS: dict[str, type[Any]] = {
-    "a2c": A2CConfig,
-    "ppo": PPOConfig,
-    "trpo": TRPOConfig,
-    "impala": IMPALAConfig,
-    "dqn": DQNConfig,
-    "ddpg": DDPGConfig,
-}

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands import config, errors, support
+from manyhands.algorithms.registry import SPECS
 from manyhands.cli.main import COMMANDS
 from manyhands.cli.reference_api import api_page, doc
 from manyhands.cli.reference_parts import filled, in_table, pages_with_parts
@@ -127,7 +128,7 @@ def config_page() -> str:
         lines += [f"## {title.capitalize()}", "", *_options(config.RunConfig, names), ""]
     lines.append("`workers` is 1 in Python and in TOML; on the command line one for each core.\n")
     for algorithm in support.built():
-        cls = config.options_class(algorithm)
+        cls = SPECS[algorithm].options
         lines += [
             f"## {algorithm}",
             "",

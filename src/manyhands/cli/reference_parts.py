@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from manyhands import support
-from manyhands.cli.train import WHAT
+from manyhands.algorithms.registry import SPECS
 from manyhands.config import default_strategy, in_words
 from manyhands.experiment.bottleneck import PHASES
 from manyhands.experiment.file_contents import EVENTS, SUMMARY
@@ -96,7 +96,9 @@ def _which_algorithm(place: Place) -> str:
     for name in support.built():
         runs_with = [place.link("strategies", s) for s in support.strategies_of(name)]
         default = place.link("strategies", default_strategy(name, 2))
-        rows.append([place.link("algorithms", name), WHAT[name], default, ", ".join(runs_with)])
+        rows.append(
+            [place.link("algorithms", name), SPECS[name].about, default, ", ".join(runs_with)]
+        )
     head = [
         "`manyhands train`",
         "what it is",

@@ -10,6 +10,8 @@ from dataclasses import MISSING, field
 from typing import Annotated, Any, get_args, get_origin
 
 from manyhands import support
+from manyhands.algorithms.registry import SPECS, spec_of
+from manyhands.algorithms.spec import AlgorithmSpec
 from manyhands.config import (
     GROUPS,
     Experiment,
@@ -20,8 +22,6 @@ from manyhands.config import (
     hints_of,
     load_toml,
     names_of,
-    nearest,
-    options_class,
     usual,
 )
 from manyhands.engines import joined
@@ -36,6 +36,7 @@ and change nothing of what it learns.
 
 algorithms (`manyhands train ALGORITHM --help` shows all options of one):
 {algorithms}
+  one of your own is given as package.module:SPEC (examples/own_algorithm.py)
 
 strategies, by --strategy (with one worker: single):
   allreduce        all workers collect and learn, gradients are summed (default of a2c, ppo, trpo)
@@ -57,14 +58,6 @@ examples:
   manyhands train --config runs/CartPole-v1/ppo-allreduce/1-20250101-120000/config.toml --seed 2
 """
 
-WHAT = {
-    "a2c": "advantage actor-critic: one gradient step on each batch",
-    "ppo": "proximal policy optimisation: several passes over each batch, the step clipped",
-    "trpo": "trust region policy optimisation: the natural gradient, KL bounded",
-    "impala": "actors and learners apart: V-trace corrects for data older than the policy",
-    "dqn": "deep Q-learning from a prioritized replay, for discrete actions; with apex Ape-X",
-    "ddpg": "a deterministic policy that climbs its critic, for continuous actions",
-}
 _GROUP_HELP = {
     "run": "What to train, for how long, and where the results go.",
     "worker": "Who works, and how they talk.",
@@ -105,11 +98,12 @@ def parse(argv: list[str]) -> Experiment:
         if algorithm and algorithm != base.algorithm:
             raise ConfigError(f"{file} is of {base.algorithm}, and {algorithm} was asked for")
         algorithm = base.algorithm
+    spec = spec_of(algorithm)
     given = tyro.cli(
-        _options(algorithm, base),
+        _options(spec, base),
         args=words,
         prog=f"manyhands train {algorithm}",
-        description=f"{WHAT.get(algorithm, algorithm)}\n\n--config FILE.toml takes what is not "
+        description=f"{spec.about}\n\n--config FILE.toml takes what is not "
         "given here from a file, such as config.toml of an earlier run.",
         config=(tyro.conf.OmitArgPrefixes,),
     )
@@ -154,32 +148,30 @@ def _split(argv: list[str]) -> tuple[str, str, list[str]]:
     if not algorithm and not file:
         raise ConfigError(
             f"the algorithm comes first: manyhands train ppo {' '.join(argv)}; there are "
-            f"{', '.join(support.built())}"
+            f"{', '.join(SPECS)}"
         )
-    if algorithm and algorithm not in support.ALGORITHMS:
-        raise ConfigError(f"there is no algorithm {algorithm!r}; {nearest(algorithm, WHAT)}")
     return algorithm, file, left
 
 
 def _teach() -> str:
-    rows = "\n".join(f"  {name:<10} {WHAT.get(name, '')}" for name in support.built())
+    rows = "\n".join(f"  {spec.name:<10} {spec.about}" for spec in SPECS.values())
     return HELP.format(algorithms=rows, engines=", ".join(support.ENGINES))
 
 
 # -- from the dataclasses to tyro's ----------------------------------------------------------------
 
 
-def _options(algorithm: str, base: Experiment | None) -> type[Any]:
+def _options(spec: AlgorithmSpec, base: Experiment | None) -> type[Any]:
     """A dataclass of groups, each a dataclass of flags; defaults are the base's where given."""
-    own = options_class(algorithm)
+    name, own = spec.name, spec.options
     run = base.run if base else None
     groups = [
         (name, _group(name, RunConfig, fields, run, _GROUP_HELP[name], own))
         for name, fields in GROUPS.items()
     ]
-    what = f"What {algorithm} itself is set by."
-    options = _group(algorithm, own, tuple(names_of(own)), base.options if base else None, what)
-    return dataclasses.make_dataclass("Options", [*groups, (algorithm, options)])
+    what = f"What {name} itself is set by."
+    options = _group(name, own, tuple(names_of(own)), base.options if base else None, what)
+    return dataclasses.make_dataclass("Options", [*groups, (name, options)])
 
 
 def _group(

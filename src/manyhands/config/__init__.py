@@ -22,9 +22,11 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
 from manyhands import roles, support
+from manyhands.algorithms.registry import SPECS, spec_of
+from manyhands.algorithms.spec import AlgorithmSpec
 from manyhands.config.toml_text import to_toml
 from manyhands.config.values import coerce
-from manyhands.errors import ConfigError, SupportError
+from manyhands.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,33 +163,24 @@ class Experiment:
     options: Any  # the algorithm's own frozen config
 
     @property
+    def spec(self) -> AlgorithmSpec:
+        """What the algorithm is; `algorithm` may be one of the user's own, package.module:NAME."""
+        return spec_of(self.algorithm)
+
+    @property
     def strategy(self) -> str:
         """The strategy by name, also where the user left it to us."""
         return self.run.strategy or default_strategy(self.algorithm, self.run.workers)
 
 
 def default_strategy(algorithm: str, workers: int) -> str:
-    if workers == 1:
-        return "single"
-    own = {"impala": "actor_learner", "dqn": "apex", "ddpg": "apex"}
-    return own.get(algorithm, "allreduce")
-
-
-def options_class(algorithm: str) -> type[Any]:
-    """The config dataclass of an algorithm."""
-    if algorithm not in support.ALGORITHMS:
-        known = support.built()
-        raise ConfigError(f"there is no algorithm {algorithm!r}; {nearest(algorithm, known)}")
-    from manyhands.algorithms.options import CONFIGS
-
-    if algorithm not in CONFIGS:
-        raise SupportError(f"{algorithm} is not built yet; there are {', '.join(CONFIGS)}")
-    return CONFIGS[algorithm]
+    return "single" if workers == 1 else spec_of(algorithm).default_strategy
 
 
 def build(algorithm: str, **overrides: Any) -> Experiment:
     """An experiment from defaults and overrides; each names a field of the run or the algorithm."""
-    options = options_class(algorithm)
+    spec = spec_of(algorithm)
+    options = spec.options
     run_names, option_names = names_of(RunConfig), names_of(options)
     faults = [
         f"there is no option {name!r}; {nearest(name, [*run_names, *option_names])}"
@@ -196,7 +189,7 @@ def build(algorithm: str, **overrides: Any) -> Experiment:
     ]
     run_values = {k: v for k, v in overrides.items() if k in run_names}
     option_values = {k: v for k, v in overrides.items() if k in option_names}
-    return _assemble(algorithm, options, run_values, option_values, faults)
+    return _assemble(algorithm, spec, run_values, option_values, faults)
 
 
 def to_plain(experiment: Experiment) -> dict[str, Any]:
@@ -204,7 +197,7 @@ def to_plain(experiment: Experiment) -> dict[str, Any]:
     return {
         "algorithm": experiment.algorithm,
         "run": _plain_fields(experiment.run),
-        experiment.algorithm: _plain_fields(experiment.options),
+        experiment.spec.name: _plain_fields(experiment.options),
     }
 
 
@@ -213,16 +206,16 @@ def from_plain(data: Mapping[str, Any]) -> Experiment:
     algorithm = data.get("algorithm")
     if not isinstance(algorithm, str):
         raise ConfigError(f"algorithm={algorithm!r}: a name is needed, such as algorithm = 'ppo'")
-    options = options_class(algorithm)
+    spec = spec_of(algorithm)
     faults = []
     for key in data:
-        if key in support.ALGORITHMS and key != algorithm:
-            faults.append(f"there is a table [{key}], but the algorithm is {algorithm}")
-        elif key not in ("algorithm", "run", algorithm):
-            near = nearest(key, ["algorithm", "run", algorithm])
+        if key in SPECS and key != spec.name:
+            faults.append(f"there is a table [{key}], but the algorithm is {spec.name}")
+        elif key not in ("algorithm", "run", spec.name):
+            near = nearest(key, ["algorithm", "run", spec.name])
             faults.append(f"there is no table or key {key!r}; {near}")
     parts = []
-    for name, cls in (("run", RunConfig), (algorithm, options)):
+    for name, cls in (("run", RunConfig), (spec.name, spec.options)):
         part = data.get(name, {})
         if not isinstance(part, Mapping):
             faults.append(f"{name}={part!r}: a table [{name}] is expected")
@@ -234,7 +227,7 @@ def from_plain(data: Mapping[str, Any]) -> Experiment:
             if key not in known
         ]
         parts.append({k: v for k, v in part.items() if k in known})
-    return _assemble(algorithm, options, parts[0], parts[1], faults)
+    return _assemble(algorithm, spec, parts[0], parts[1], faults)
 
 
 def save_toml(path: str | os.PathLike[str], experiment: Experiment) -> None:
@@ -314,14 +307,12 @@ def in_words(names: Sequence[str], last: str = "and") -> str:
 
 def _told_by_the_code() -> dict[str, str]:
     """Parts of the help that follow from the algorithms' own settings."""
-    from manyhands.algorithms.options import CONFIGS
-
     lengths: dict[int, list[str]] = {}
     defaults: dict[str, list[str]] = {}
-    for name, options in CONFIGS.items():
-        lengths.setdefault(options.ROLLOUT_LENGTH, []).append(name)
-        defaults.setdefault(default_strategy(name, 2), []).append(name)
-    scaled = [name for name, options in CONFIGS.items() if usual(options, "normalize_rewards")]
+    for name, spec in SPECS.items():
+        lengths.setdefault(spec.options.ROLLOUT_LENGTH, []).append(name)
+        defaults.setdefault(spec.default_strategy, []).append(name)
+    scaled = [name for name, spec in SPECS.items() if usual(spec.options, "normalize_rewards")]
     return {
         "strategies": in_words(support.STRATEGIES, "or"),
         "engines": in_words(support.ENGINES, "or"),
@@ -343,12 +334,12 @@ def _plain_fields(config: Any) -> dict[str, Any]:
 
 def _assemble(
     algorithm: str,
-    options: type[Any],
+    spec: AlgorithmSpec,
     run_values: Mapping[str, Any],
     option_values: Mapping[str, Any],
     faults: list[str],
 ) -> Experiment:
-    parts = []
+    parts, options = [], spec.options
     for cls, values in ((RunConfig, run_values), (options, option_values)):
         part = {}
         for name, value in values.items():
@@ -368,6 +359,6 @@ def _assemble(
     if run.normalize_rewards is None:
         run = dataclasses.replace(run, normalize_rewards=usual(options, "normalize_rewards"))
     # Who acts decides what a batch is.
-    if algorithm in ("impala", "dqn", "ddpg") and not run.strategy:
+    if spec.learns_from != "rollout" and not run.strategy:
         run = dataclasses.replace(run, strategy=default_strategy(algorithm, run.workers))
     return Experiment(algorithm, run, options(**parts[1]))

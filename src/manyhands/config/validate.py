@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from manyhands import devices, support
+from manyhands.algorithms.registry import spec_of
 from manyhands.config import (
     Experiment,
     RunConfig,
@@ -44,6 +45,10 @@ def check(experiment: Experiment) -> None:
 
 def faults(experiment: Experiment) -> list[str]:
     """Every fault of an experiment, in plain words; empty when it can start."""
+    try:
+        spec_of(experiment.algorithm)
+    except ConfigError as error:
+        return [str(error)]  # nothing else can be said of it
     parts = (
         _launcher_faults,
         _names_faults,
@@ -66,32 +71,26 @@ def _launcher_faults(experiment: Experiment) -> Iterator[str]:
 
 
 def _names_faults(experiment: Experiment) -> Iterator[str]:
-    algorithm, strategy = experiment.algorithm, experiment.strategy
+    spec, strategy = experiment.spec, experiment.strategy
     run, unknown = experiment.run, set()
     for what, name, names in (
-        ("algorithm", algorithm, list(support.ALGORITHMS)),
         ("strategy", strategy, list(support.STRATEGIES)),
         ("engine", run.engine, list(support.ENGINES)),
     ):
         if name not in names:
             unknown.add(what)
             yield f"there is no {what} {name!r}; {nearest(name, names)}"
-    if algorithm == "trpo" and run.shared_network:
+    if spec.separate_networks and run.shared_network:
         yield (
-            "trpo needs separate networks for policy and value: fitting the value would move a "
-            "shared policy out of its trust region; type: --no-shared-network"
+            f"{spec.name} needs separate networks for policy and value: fitting the value would "
+            "move a shared policy out of its trust region; type: --no-shared-network"
         )
-    if not unknown & {"algorithm", "strategy"}:
+    if "strategy" not in unknown:
         engine = "local" if "engine" in unknown else run.engine
-        reason = support.why_not(algorithm, strategy, engine)
+        reason = support.why_not(experiment.algorithm, strategy, engine)
         if reason:
-            fitting = support.strategies_of(algorithm)
-            fix = (
-                f"--strategy {' or '.join(fitting)}"
-                if fitting
-                else f"one of {', '.join(support.built())}"
-            )
-            yield f"{reason}; type: {fix}"
+            fitting = support.strategies_of(experiment.algorithm)
+            yield f"{reason}; type: --strategy {' or '.join(fitting)}"
     if strategy == "single" and run.workers > 1:
         yield (
             f"strategy single has one worker and {run.workers} were asked for; type: --workers 1, "
@@ -120,7 +119,11 @@ def _number_faults(experiment: Experiment) -> Iterator[str]:
     run = experiment.run
     if any(width < 1 for width in run.hidden):
         yield f"hidden={list(run.hidden)}: every layer needs at least 1 unit; type: --hidden 64 64"
-    if run.collect == "episodes" and run.batch_steps == 0 and experiment.algorithm != "impala":
+    if (
+        run.collect == "episodes"
+        and run.batch_steps == 0
+        and experiment.spec.learns_from != "unroll"
+    ):
         yield (
             "collect=episodes needs the steps of a batch; type: --batch-steps "
             f"{max(1, run.num_envs * run.rollout_length)}"

@@ -9,11 +9,9 @@ from manyhands.config import Experiment
 from manyhands.errors import ConfigError
 from manyhands.math.schedules import make_schedule
 
-ALGORITHMS = ("dqn", "ddpg")
-
 
 def faults(experiment: Experiment) -> Iterator[str]:
-    if experiment.algorithm not in ALGORITHMS:
+    if experiment.spec.learns_from != "replay":
         return
     yield from _size_faults(experiment)
     yield from _range_faults(experiment.options)
@@ -74,7 +72,7 @@ def _range_faults(o: Any) -> Iterator[str]:
 def _run_faults(experiment: Experiment) -> Iterator[str]:
     run, strategy = experiment.run, experiment.strategy
     if run.collect != "steps":
-        yield f"{experiment.algorithm} learns from single transitions; type: --collect steps"
+        yield f"{experiment.spec.name} learns from single transitions; type: --collect steps"
     if strategy == "apex" and run.workers <= run.learners:
         yield (
             f"{run.workers} workers of which {run.learners} learn leave nobody to act; type: "
@@ -98,9 +96,8 @@ def _environment_faults(experiment: Experiment) -> Iterator[str]:
     except Exception:  # anybody's code; validate.py makes it too, and says what is wrong with it
         return
     try:
-        check = {"dqn": action_spaces.check_discrete, "ddpg": action_spaces.check_bounded}
         try:
-            check[experiment.algorithm](look.action_space)
+            action_spaces.check(experiment.spec, look.action_space)
         except ConfigError as error:
             yield str(error)
         longest = _longest(look)

@@ -10,7 +10,7 @@ from manyhands.config import Experiment, RunConfig
 
 def faults(experiment: Experiment) -> Iterator[str]:
     run, strategy = experiment.run, experiment.strategy
-    if support.ALGORITHMS.get(experiment.algorithm, {}).get(strategy) != support.OK:
+    if support.cells_of(experiment.spec).get(strategy) != support.OK:
         return  # refused already: the parts in it do not matter
     if strategy == "actor_learner":
         yield from _learner_faults(run)

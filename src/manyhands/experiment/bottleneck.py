@@ -144,7 +144,7 @@ def _more_workers(workers: int, cores: int) -> str:
 def _faster_learning(experiment: Experiment, cores: int) -> list[str]:
     """Only what this algorithm and strategy have."""
     run, ways = experiment.run, []
-    if run.workers < cores and support.ALGORITHMS[experiment.algorithm]["allreduce"] == support.OK:
+    if run.workers < cores and support.cells_of(experiment.spec)["allreduce"] == support.OK:
         ways.append(f"{_more_workers(run.workers, cores)} with --strategy allreduce")
     elif experiment.strategy in ("actor_learner", "apex"):
         ways.append("let more of the workers learn (a larger --learners)")

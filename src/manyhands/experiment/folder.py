@@ -60,7 +60,7 @@ def default_run_dir(experiment: Experiment) -> Path:
     """runs/ENV/ALGORITHM-STRATEGY/SEED-TIME, a name that is not taken yet."""
     run = experiment.run
     env = "".join(c if c.isalnum() or c in "-_." else "-" for c in run.env).strip(".") or "env"
-    parent = Path("runs", env, f"{experiment.algorithm}-{experiment.strategy}")
+    parent = Path("runs", env, f"{experiment.spec.name}-{experiment.strategy}")
     name = f"{run.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = [parent / name, *(parent / f"{name}-{i}" for i in range(2, 1000))]
     return next(path for path in tries if not path.exists())

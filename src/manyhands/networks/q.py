@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manyhands import seeding
-from manyhands.config import Experiment
 from manyhands.networks.action_spaces import check_bounded, check_discrete
 from manyhands.networks.build import Encoder, Observations, has_image, make_encoder
 from manyhands.networks.heads import Categorical, DiagonalGaussian
@@ -221,25 +219,6 @@ def build_bounded_actor(
         activation=activation,
         noise=noise,
         generator=generator,
-    )
-
-
-def build_for_replay(experiment: Experiment, observations: Any, actions: Any) -> nn.Module:
-    """The network that a configuration of dqn or ddpg asks for."""
-    run, options = experiment.run, experiment.options
-    common: dict[str, Any] = {
-        "hidden": run.hidden,
-        "activation": run.activation,
-        "seed": seeding.integer(run.seed, "weights"),
-    }
-    if experiment.algorithm == "dqn":
-        return build_q_network(observations, actions, dueling=options.dueling, **common)
-    return build_bounded_actor(
-        observations,
-        actions,
-        noise=options.noise,
-        unit_actions=run.box_actions == "scale",
-        **common,
     )
 
 

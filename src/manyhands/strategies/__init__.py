@@ -28,14 +28,12 @@ STRATEGIES: dict[str, Callable[[Team], None]] = {
 # Over a Crew, each worker in its role: (crew, records, state of a checkpoint) -> "ledger", "times"
 # and "table" on the main worker, nothing elsewhere
 Program = Callable[[Crew, Records, dict[str, Any] | None], dict[str, Any]]
-PROGRAMS: dict[tuple[str, str], Program] = {
-    ("a2c", "gradient_server"): gradient_server.run,
-    ("impala", "single"): actor_learner.run,
-    ("impala", "actor_learner"): actor_learner.run,
-    ("dqn", "single"): off_policy.run,
-    ("ddpg", "single"): off_policy.run,
-    ("dqn", "apex"): apex.run,
-    ("ddpg", "apex"): apex.run,
+PROGRAMS: dict[tuple[str, str], Program] = {  # (what the algorithm learns from, strategy)
+    ("rollout", "gradient_server"): gradient_server.run,
+    ("unroll", "single"): actor_learner.run,
+    ("unroll", "actor_learner"): actor_learner.run,
+    ("replay", "single"): off_policy.run,
+    ("replay", "apex"): apex.run,
 }
 
 __all__ = ["PROGRAMS", "STRATEGIES", "Program", "Team"]

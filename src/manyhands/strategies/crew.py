@@ -19,7 +19,6 @@ import torch
 
 from manyhands import devices, roles, seeding
 from manyhands.algorithms.base import Algorithm
-from manyhands.algorithms.registry import ALGORITHMS
 from manyhands.collect.noise import EnvNoise
 from manyhands.config import Experiment
 from manyhands.engines.base import Channel, WeightStore, Worker, cores
@@ -98,7 +97,8 @@ class Crew:
         # jobs a hundred times more.
         if not acts and run.engine in ("local", "ray") and _convolves(model):
             torch.set_num_threads(max(1, cores() - run.workers + 1))
-        return ALGORITHMS[self.experiment.algorithm](model, options, seed=run.seed, device=device)
+        kind: type[Algorithm] = self.experiment.spec.load()
+        return kind(model, options, seed=run.seed, device=device)
 
     # -- weights -------------------------------------------------------------------------------
 

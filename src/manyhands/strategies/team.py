@@ -22,7 +22,6 @@ import numpy as np
 
 from manyhands import devices, wire
 from manyhands.algorithms.base import Across, Algorithm, Alone
-from manyhands.algorithms.registry import ALGORITHMS
 from manyhands.collect.episodes import EpisodeCollector
 from manyhands.collect.noise import EnvNoise
 from manyhands.collect.rollout import Collector, Rollout
@@ -86,7 +85,7 @@ class Team:
 
     def _algorithm(self, envs: Any) -> Algorithm:
         model = build_model(self.experiment, envs.observation_space, envs.action_space)
-        kind = ALGORITHMS[self.experiment.algorithm]
+        kind: type[Algorithm] = self.experiment.spec.load()
         run = self.experiment.run
         device = devices.to_compute_on(devices.seat(run.device, self.worker.place).device)
         return kind(model, self.experiment.options, seed=run.seed, device=device)

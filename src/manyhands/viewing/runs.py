@@ -44,7 +44,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.experiment.algorithm.upper()} on {self.experiment.run.env}"
+        return f"{self.experiment.spec.name.upper()} on {self.experiment.run.env}"
 
     @property
     def phases(self) -> dict[str, float]:
@@ -117,7 +117,7 @@ def _kind(settings: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _label(experiment: Experiment, telling: dict[str, Any]) -> str:
-    words = [f"{experiment.algorithm.upper()} {experiment.strategy}"]
+    words = [f"{experiment.spec.name.upper()} {experiment.strategy}"]
     for key, value in sorted(telling.items(), key=lambda item: (item[0] != "workers", item[0])):
         name = key.replace("_", " ")
         if key == "workers":
@@ -135,7 +135,7 @@ def _settings(experiment: Experiment) -> dict[str, Any]:
     plain = to_plain(experiment)
     run = {k: v for k, v in plain["run"].items() if k not in _NO_MATTER}
     run["strategy"] = experiment.strategy
-    return {**run, **plain[experiment.algorithm], "algorithm": experiment.algorithm}
+    return {**run, **plain[experiment.spec.name], "algorithm": experiment.algorithm}
 
 
 def _near(folder: Path) -> str:
@@ -237,7 +237,7 @@ def command_of(experiment: Experiment) -> str:
     words = ["manyhands", "train", experiment.algorithm, "--env", experiment.run.env]
     # The number of workers is always told: its default on the command line is the machine's cores.
     words += ["--workers", str(experiment.run.workers)]
-    for name, value in {**plain["run"], **plain[experiment.algorithm]}.items():
+    for name, value in {**plain["run"], **plain[experiment.spec.name]}.items():
         if name in ("env", "workers", "run_dir") or value is None or value == defaults.get(name):
             continue
         flag = f"--{name.replace('_', '-')}"
