@@ -13,18 +13,20 @@ Both have the parts by which a saved policy is loaded, evaluated, drawn and expo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from manyhands import seeding
-from manyhands.config import Experiment
 from manyhands.networks.action_spaces import check_bounded, check_discrete
 from manyhands.networks.build import Encoder, Observations, has_image, make_encoder
 from manyhands.networks.heads import Categorical, DiagonalGaussian
 from manyhands.networks.mlp import linear, mlp
+
+if TYPE_CHECKING:
+    from manyhands.config import Experiment
 
 OUT_GAIN, ACTOR_GAIN = 1.0, 0.01
 _NO_NOISE = 1e-8  # a deviation of zero, of which the logarithm can be taken
