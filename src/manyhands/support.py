@@ -65,11 +65,6 @@ LAUNCHERS: dict[str, tuple[str, str]] = {
 }
 
 
-def parts_of(engine: str) -> list[str]:
-    """The parts that work on an engine."""
-    return [part for part, cells in PARTS.items() if cells[engine] == OK]
-
-
 def built() -> list[str]:
     """The algorithms that run at least one way."""
     return [name for name, cells in ALGORITHMS.items() if OK in cells.values()]
