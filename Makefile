@@ -32,8 +32,8 @@ test-launches: $(READY)   ## 2,000 launches each on local, mpi and torch, on a b
 format: $(READY)   ## write the house format
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-lint: $(READY)   ## ruff, format included
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+lint: $(READY)   ## ruff, format included; which folder may import which
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
 
 type: $(READY)   ## mypy, strict
 	$(BIN)/mypy

@@ -39,7 +39,7 @@ def plan(engine: str) -> list[list[Any]]:
     if engine in ("torch", "ray"):
         found.append(["data parallel", "programs:data_parallel", False])
         found.append(["data parallel, around it", "programs:data_parallel", True])
-    if "Channel" in support.parts_of(engine):
+    if support.PARTS["Channel"][engine] == support.OK:
         found += parts(engine)
     else:
         found.append(["not there", "part_programs:not_there"])

@@ -24,7 +24,6 @@ from manyhands import devices, model_parts, roles, seeding
 from manyhands.engines.attach import attach
 from manyhands.engines.base import Channel, Service, WeightStore
 from manyhands.engines.group import Group
-from manyhands.engines.role_groups import group_among
 from manyhands.errors import ConfigError, SupportError
 from manyhands.trees import Tree
 
@@ -64,13 +63,13 @@ class Parallel:
         self.role, self.role_rank, self.role_size = place.role, place.role_rank, place.role_size
         self.roles = _roles_of(self.worker, self.size)
         self._groups: dict[str, Group] = {}
-        self.is_main = self.rank == 0
+        self.is_main = place.is_main
         self.root_seed: int | None = None
         self.seconds: dict[str, float] = {}  # wall time of each `timer` section
         self._started = time.perf_counter()
         self._streams_checked = False
         _cap_threads(place.local_size)
-        if self.rank > 0:
+        if not self.is_main:
             seeding.part_from_main(self.rank)
 
     # -- place ---------------------------------------------------------------------------------
@@ -96,7 +95,7 @@ class Parallel:
                 f"{self.roles.text}"
             )
         if role not in self._groups:
-            self._groups[role] = group_among(self.group, ranks, f"role {role}")
+            self._groups[role] = self.group.among(ranks, f"role {role}")
         return self._groups[role]
 
     def make_vec(self, env_id: Any, num_envs: int, **kwargs: Any) -> VectorEnv:

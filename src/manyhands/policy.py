@@ -165,7 +165,7 @@ class Policy:
                 "a policy with an LSTM cannot be exported: the file would be a function of one "
                 "observation, without its memory. Use manyhands.load(run_dir) and policy.act"
             )
-        from manyhands.viewing.export import export
+        from manyhands.networks.export import export
 
         return export(self, Path(path))
 

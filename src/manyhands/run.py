@@ -164,7 +164,7 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
     seats = worker.group.exchange(list(devices.seat(experiment.run.device, worker.place)))
     records = Records(
         experiment,
-        main=worker.place.rank == 0,
+        main=worker.place.is_main,
         threads=torch.get_num_threads(),
         device=devices.told([devices.Seat(*seat) for seat in seats]),
         resumed=state and state["records"],

@@ -69,11 +69,6 @@ LAUNCHERS: dict[str, tuple[str, str]] = {
 }
 
 
-def parts_of(engine: str) -> list[str]:
-    """The parts that work on an engine."""
-    return [part for part, cells in PARTS.items() if cells[engine] == OK]
-
-
 def built() -> list[str]:
     """Our own algorithms."""
     return list(SPECS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.engines.attach import detect, slurm_first_host, slurm_port, timeout_from
+from manyhands.engines.attach import detect, timeout_from
+from manyhands.engines.torch.worker import slurm_first_host, slurm_port
 from manyhands.errors import ConfigError
 
 OURS = {"MANYHANDS_ENGINE": "local", "MANYHANDS_RANK": "2", "MANYHANDS_SIZE": "4",

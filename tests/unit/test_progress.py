@@ -11,8 +11,9 @@ import pytest
 from screen import Screen, seen
 
 from manyhands.experiment import progress as module
-from manyhands.experiment.progress import Progress, can_draw, duration
+from manyhands.experiment.progress import Progress, duration
 from manyhands.experiment.timing import Phases
+from manyhands.terminal import can_draw
 
 INFO = {
     "policy_loss": -0.0123,

@@ -157,7 +157,3 @@ class OffPolicy(Algorithm):
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
         self.target_flat.data.copy_(state["target"])
-
-    def restart_target(self) -> None:
-        """Where only weights are known: the target begins as a copy of them."""
-        self.target_flat.data.copy_(self.flat.data)

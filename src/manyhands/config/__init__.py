@@ -251,6 +251,12 @@ def load_toml(path: str | os.PathLike[str]) -> Experiment:
         raise ConfigError(f"{os.fspath(path)}: {error}") from error
 
 
+def holds_a_run(path: str | os.PathLike[str]) -> bool:
+    """Whether a run has begun in that folder."""
+    files = ("config.toml", "metrics.jsonl")
+    return any(os.path.exists(os.path.join(path, name)) for name in files)
+
+
 def join_faults(faults: list[str]) -> str:
     """One fault as it is; several as a numbered list."""
     if len(faults) == 1:

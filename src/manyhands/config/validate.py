@@ -22,6 +22,7 @@ from manyhands.config import (
     Experiment,
     RunConfig,
     hints_of,
+    holds_a_run,
     join_faults,
     nearest,
     validate_replay,
@@ -334,8 +335,6 @@ def _space_faults(run: RunConfig, observations: Any, actions: Any) -> Iterator[s
 
 
 def _run_dir_faults(experiment: Experiment) -> Iterator[str]:
-    from manyhands.experiment.folder import holds_a_run
-
     path = Path(experiment.run.run_dir or "runs").absolute()
     if experiment.run.run_dir and holds_a_run(path):
         yield (

@@ -97,7 +97,7 @@ def _environment_faults(experiment: Experiment) -> Iterator[str]:
         return
     try:
         try:
-            action_spaces.check(experiment.spec, look.action_space)
+            action_spaces.check(experiment.spec.actions, look.action_space)
         except ConfigError as error:
             yield str(error)
         longest = _longest(look)

@@ -71,21 +71,6 @@ def detect(env: Mapping[str, str]) -> Place:
     return Place()
 
 
-def slurm_first_host(nodelist: str) -> str:
-    """`gpu[03-05,9],x1` -> `gpu03`: where worker 0 of a SLURM step runs."""
-    first = re.match(r"(?:[^\[,]|\[[^\]]*\])*", nodelist)
-    # Of each bracket the first number: `rack[1-2]node[3-4]` begins with `rack1node3`.
-    host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group()) if first else ""
-    return host or "127.0.0.1"
-
-
-def slurm_port(env: Mapping[str, str]) -> int:
-    """A port that all workers of a step compute alike and two steps hardly share."""
-    return (
-        15000 + (int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env.get("SLURM_STEP_ID", "0"))) % 20000
-    )
-
-
 def _mpi(env: Mapping[str, str]) -> Place:
     if "OMPI_COMM_WORLD_RANK" in env:
         return _place("mpi", env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",

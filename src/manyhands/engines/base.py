@@ -292,6 +292,11 @@ class Place:
     role_size: int = 1
 
     @property
+    def is_main(self) -> bool:
+        """Whether this is the worker that writes and speaks for all: the first, of any role."""
+        return self.rank == 0
+
+    @property
     def name(self) -> str:
         if self.role == "worker":
             return f"worker {self.rank} of {self.size} on {self.host}"
@@ -330,6 +335,19 @@ class Worker(ABC):
 
     def breathe(self) -> None:  # noqa: B027 (most engines have nothing to do)
         """Where all workers share one process: let the others have their turn."""
+
+    @property
+    def restarts(self) -> int:
+        """How often this worker was killed and started again."""
+        return 0
+
+    def alive(self) -> int | None:
+        """How many workers are there now; None where a run does not outlast one that is gone."""
+        return None
+
+    def main_has_left(self) -> bool:
+        """Whether the main worker is known to have finished: nobody waits for this one any more."""
+        return False
 
     @abstractmethod
     def close(self) -> None:

@@ -11,12 +11,13 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from manyhands import wire
-from manyhands.errors import ConfigError
+from manyhands.errors import ConfigError, WorkerError
 
 _MAIN = "__manyhands_main__"  # the user's script, imported (not run) in a worker
 _ROOM = 96 * 1024  # what fits an environment variable with room to spare
@@ -93,6 +94,21 @@ def find(name: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(f"{name} is not a function")
     return found  # type: ignore[no-any-return]
+
+
+def invoke(target: object, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a public method by name; anything else is refused."""
+    function = None if method.startswith("_") else getattr(target, method, None)
+    if not callable(function):
+        offered = [m for m in dir(target) if not m.startswith("_") and callable(getattr(target, m))]
+        raise ConfigError(f"no method {method!r} is served; there are: {', '.join(offered)}")
+    return function(*args, **kwargs)
+
+
+def remote_error(name: str, method: str, error: BaseException) -> WorkerError:
+    """What the caller of a service gets when its method has failed, traceback included."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    return WorkerError(f"{name}: {method} failed: {type(error).__name__}: {error}\n{text}")
 
 
 def _script(path: str) -> ModuleType:

@@ -59,12 +59,8 @@ class Group:
         buffers = [_as_bytes(x.array.copy()) for x in leaves]
         self.transport.broadcast(note, buffers, root, self._agree)
         self._remember(buffers)
-        return rebuild(
-            [
-                x.restore(b.view(x.array.dtype).reshape(x.array.shape))
-                for x, b in zip(leaves, buffers, strict=True)
-            ]
-        )
+        filled = zip(leaves, buffers, strict=True)
+        return rebuild([x.restore(b.view(x.array.dtype).reshape(x.array.shape)) for x, b in filled])
 
     # -- reducing ------------------------------------------------------------------------------
 
@@ -135,13 +131,10 @@ class Group:
         prints = self.exchange([[x.path, _fingerprint([x.array])] for x in leaves])
         if all(p == prints[0] for p in prints):
             return
-        odd = [r for r, p in enumerate(prints) if p != _commonest(prints)]
-        paths = {
-            str(a[0])
-            for r in odd
-            for a, b in zip(prints[r], _commonest(prints), strict=False)
-            if a != b
-        }
+        usual = _commonest(prints)
+        odd = [r for r, p in enumerate(prints) if p != usual]
+        pairs = [pair for r in odd for pair in zip(prints[r], usual, strict=False)]
+        paths = {str(a[0]) for a, b in pairs if a != b}
         raise CollectiveError(
             f"{what}: not the same on all workers. "
             f"{', '.join(self.roster.name(r) for r in odd)} differ"
@@ -170,6 +163,22 @@ class Group:
         transport = self.transport.split(mine)
         return Group(transport, debug=self.debug) if inside else None
 
+    def among(self, ranks: Sequence[int], name: str) -> Group:
+        """A group of these ranks, each of which calls it with the same name, and nobody else.
+
+        WHY not `subgroup`: that one lets all workers compare their wishes, for which all must come;
+        an actor that was started again, or acts already, would have to.
+        """
+        members = sorted(set(ranks))
+        if members == list(range(self.size)):
+            return self
+        return Group(self.transport.split_off(members, name), debug=self.debug)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this worker is the group's first: the one that writes and speaks."""
+        return self.rank == 0
+
     @property
     def roster(self) -> Roster:
         return self.transport.roster
@@ -195,14 +204,10 @@ class Group:
         joined = self.transport.gather(note, [_as_bytes(p) for p in parts], root, plan.check)
         if joined is None:
             return None
-        return rebuild(
-            [
-                x.restore(flat.view(_storage(dtype)).reshape(rows, *trailing))
-                for x, flat, (dtype, trailing), rows in zip(
-                    leaves, joined, plan.kinds, plan.rows, strict=True
-                )
-            ]
-        )
+        whole = []
+        for flat, (dtype, trailing), rows in zip(joined, plan.kinds, plan.rows, strict=True):
+            whole.append(flat.view(_storage(dtype)).reshape(rows, *trailing))
+        return rebuild([x.restore(w) for x, w in zip(leaves, whole, strict=True)])
 
     def _reduce(self, op: str, tree: Tree) -> Tree:
         leaves, rebuild = flatten(tree)
@@ -287,7 +292,7 @@ class _GatherPlan:
     def check(self, notes: list[bytes]) -> Sizes:
         said = [json.loads(n) for n in notes]
         general = [[s[0], [_general(x) for x in s[2]], *s[4:]] for s in said]
-        reference = max(general, key=lambda g: sum(x is not None for x in _kinds(g)))
+        reference = max(general, key=lambda g: sum(kind is not None for _, kind in g[1]))
         for mine in general:
             same_call = mine[0] == reference[0] and mine[2:] == reference[2:]
             if not same_call or not _compatible(mine[1], reference[1]):
@@ -303,10 +308,6 @@ class _GatherPlan:
             ]
             for s in said
         ]
-
-
-def _kinds(general: list[Any]) -> list[Any]:
-    return [x[1] for x in general[1]]
 
 
 def _general(leaf: list[Any]) -> list[Any]:

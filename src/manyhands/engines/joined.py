@@ -81,7 +81,7 @@ def is_main() -> bool:
         place = place_in(None)
     except ConfigError:  # the launcher's variables make no sense, which has to be said
         return True
-    return place is None or place.rank == 0
+    return place is None or place.is_main
 
 
 @contextlib.contextmanager
@@ -107,7 +107,7 @@ def let_main_speak() -> None:
 def main_decides(group: Group, decide: Callable[[], Any]) -> Any:
     """What `decide` gives on the main worker (plain data), on all; so with a ConfigError."""
     said: dict[str, Any] = {}
-    if group.rank == 0:
+    if group.is_main:
         try:
             said = {"value": decide()}
         except ConfigError as error:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from manyhands.engines.base import Place, Roster, Worker, worker_names
-from manyhands.engines.roster import BoardRoster, Heartbeat
+from manyhands.engines.liveness import BoardRoster, Heartbeat
 from manyhands.engines.shared import DONE, FAILED, RUNNING, Board
 from manyhands.errors import CollectiveError
 
@@ -54,6 +54,13 @@ class ProcessWorker(Worker):
             text = "failed:\n" + "".join(traceback.format_exception(trim(error)))
             secondary = isinstance(error, (CollectiveError, KeyboardInterrupt))
             self.board.set_state(self.place.rank, FAILED, text, code=1, secondary=secondary)
+
+    @property
+    def restarts(self) -> int:
+        return int(os.environ.get("MANYHANDS_LIFE", "0"))
+
+    def main_has_left(self) -> bool:
+        return self.board is not None and self.board.state(0) == DONE
 
     def abandon(self) -> None:
         """End the other workers too, where no supervisor does it (plain mpiexec)."""

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from manyhands import roles
-from manyhands.engines.restart import Again
+from manyhands import roles, terminal
 from manyhands.engines.shared import DEAD, DONE, EMPTY, FAILED, RUNNING, Board
 from manyhands.errors import Stopped, WorkerError
 
@@ -32,6 +31,39 @@ POLL_SECONDS = 0.02
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 LINGER_SECONDS = 1.0  # how long a worker that has failed may take to leave
 CAUSE_SECONDS = 0.4  # how long the first failure waits for a deeper cause to show
+RESTARTS, RESTART_WINDOW = 5, 60.0  # so often in so many seconds; more is no accident
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # before a restart
+
+
+@dataclass
+class Restart:
+    """How to start a worker again that was killed, and how often it was.
+
+    Only where the others do not wait for it: an actor of an asynchronous run. One that raised an
+    error is not started again: it would raise it again, and the user is to see it.
+    """
+
+    command: list[str]
+    env: dict[str, str]
+    times: int = 0
+    deaths: list[float] = field(default_factory=list)
+    filters: tuple[LineFilter | None, LineFilter | None] = (None, None)
+
+    def allowed(self) -> bool:
+        """Note a death; whether it is one of few."""
+        now = time.monotonic()
+        self.deaths = [*(t for t in self.deaths if now - t < RESTART_WINDOW), now]
+        return len(self.deaths) <= RESTARTS
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """The next process. The more deaths there were, the longer the pause before it."""
+        self.times += 1
+        time.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (len(self.deaths) - 1)))
+        # WHY no preexec_fn: threads run by now, and only a plain spawn is safe beside them. The
+        # worker itself asks to die with us.
+        env = self.env | {"MANYHANDS_LIFE": str(self.times)}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(self.command, env=env, stdout=pipe, stderr=pipe)
 
 
 @dataclass
@@ -42,7 +74,7 @@ class Child:
     ranks: list[int]
     explain: Callable[[int], tuple[int, str]] | None = None  # exit code -> (rank, what it means)
     gone: bool = False
-    again: Again | None = None  # for workers that are started again when they are killed
+    restart: Restart | None = None  # for workers that are started again when they are killed
     pumps: list[threading.Thread] = field(default_factory=list)
 
     def drain(self) -> None:
@@ -86,8 +118,8 @@ class Supervisor:
             process_group=0 if own_group else None,
             preexec_fn=_die_with_us,
         )
-        again = Again(command, env) if restart else None
-        self.children.append(Child(child, ranks, explain, again=again))
+        again = Restart(command, env) if restart else None
+        self.children.append(Child(child, ranks, explain, restart=again))
         return self.children[-1]
 
     def pass_on(self, child: Child, out: LineFilter | None, err: LineFilter | None) -> None:
@@ -96,8 +128,8 @@ class Supervisor:
 
         WHY only after all have been started: a fork while threads run is asking for trouble.
         """
-        if child.again is not None:
-            child.again.filters = (out, err)
+        if child.restart is not None:
+            child.restart.filters = (out, err)
         for source, sink, rewrite in (
             (child.process.stdout, sys.stdout, out),
             (child.process.stderr, sys.stderr, err),
@@ -115,8 +147,6 @@ class Supervisor:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        from manyhands.experiment.progress import clear_below
-
         try:
             # A second Ctrl-C means: now.
             self.stop("the launch has ended" if exc[1] is None else str(exc[1]))
@@ -124,7 +154,7 @@ class Supervisor:
             self.kill_all()
         finally:
             if exc[1] is not None:
-                clear_below(sys.stdout)  # a main worker that was killed could not
+                terminal.clear_below(sys.stdout)  # a main worker that was killed could not
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
 
@@ -134,7 +164,7 @@ class Supervisor:
             running = 0
             for child in self.children:
                 code = child.process.poll()
-                if code is None or (not child.gone and self._started_again(child, code)):
+                if code is None or (not child.gone and self._restarted(child, code)):
                     running += 1
                 elif not child.gone:
                     child.gone = True
@@ -146,19 +176,19 @@ class Supervisor:
                 return
             time.sleep(POLL_SECONDS)
 
-    def _started_again(self, child: Child, code: int) -> bool:
+    def _restarted(self, child: Child, code: int) -> bool:
         """Whether a worker that a signal has killed has a new process."""
-        again, rank = child.again, child.ranks[0]
-        if again is None or code >= 0 or self.board.aborted or self.board.stop_word:
+        restart, rank = child.restart, child.ranks[0]
+        if restart is None or code >= 0 or self.board.aborted or self.board.stop_word:
             return False
-        if not again.allowed():
+        if not restart.allowed():
             return False
-        who = f"{roles.from_environment(self.board.workers, again.env).name(rank)}"
-        told = f"{who} {what_ended(code)}; it is started again (life {again.lives + 1})"
+        who = f"{roles.from_environment(self.board.workers, restart.env).name(rank)}"
+        told = f"{who} {what_ended(code)}; it is started again (life {restart.times + 1})"
         print(f"manyhands: {told}", file=sys.stderr, flush=True)
         self.board.set_state(rank, EMPTY)
-        child.process = again.start()
-        self.pass_on(child, *again.filters)
+        child.process = restart.start()
+        self.pass_on(child, *restart.filters)
         return True
 
     def _lingers(self) -> bool:
@@ -284,12 +314,10 @@ def label(who: str) -> LineFilter:
 
 
 def _pump(source: Any, sink: Any, rewrite: LineFilter | None) -> None:
-    from manyhands.experiment.progress import can_draw
-
     raw = getattr(sink, "buffer", None)
     text = codecs.getincrementaldecoder("utf-8")("replace")
     # The main worker's live view lies below the cursor: cleared here, it is drawn again there.
-    clear = b"\x1b[J" if rewrite is not None and can_draw(sink) else b""
+    clear = b"\x1b[J" if rewrite is not None and terminal.can_draw(sink) else b""
     pieces = source if rewrite is not None else iter(functools.partial(source.read1, 65536), b"")
     for piece in pieces:
         shown = piece if rewrite is None else rewrite(piece)

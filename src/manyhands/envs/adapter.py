@@ -195,10 +195,6 @@ class VecAdapter(ABC):
         self._seed_of = [EpisodeSeeds(self.seed, 0, first + i) for i in range(self.num_envs)]
         self._first = first
 
-    def sample_actions(self) -> Array:
-        """Random actions of the space: for warm-up."""
-        return np.stack([self.action_space.sample() for _ in range(self.num_envs)])
-
     def _episode_seed(self, env: int) -> int:
         return self._seed_of[env](self._begun[env])
 

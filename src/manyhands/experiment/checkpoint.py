@@ -157,7 +157,7 @@ def load_on_all(group: Any, path: str) -> dict[str, Any]:
     """The state on all workers of a group (None: this one alone); only the main worker need see
     the disk. All call it together."""
     data = np.zeros(0, np.uint8)
-    if group is None or group.rank == 0:
+    if group is None or group.is_main:
         try:
             data = np.frombuffer(wire.encode(load(path).state), np.uint8)
         except Damaged as fault:  # it was whole a moment ago

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manyhands.config import Experiment, save_toml
+from manyhands.config import Experiment, holds_a_run, save_toml
 from manyhands.errors import ConfigError
 from manyhands.experiment.metrics import Csv, JsonLines, cut_lines, to_disk, write_json
 
@@ -64,10 +64,6 @@ def default_run_dir(experiment: Experiment) -> Path:
     name = f"{run.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = [parent / name, *(parent / f"{name}-{i}" for i in range(2, 1000))]
     return next(path for path in tries if not path.exists())
-
-
-def holds_a_run(path: str | os.PathLike[str]) -> bool:
-    return any(Path(path, name).exists() for name in ("config.toml", "metrics.jsonl"))
 
 
 class RunFolder:

@@ -17,17 +17,10 @@ import threading
 from rich.console import Console
 from rich.text import Text
 
-from manyhands.experiment.progress import (
-    Outlet,
-    Relay,
-    Standing,
-    State,
-    can_draw,
-    duration,
-    lag_of,
-)
+from manyhands.experiment.progress import State, duration, lag_of
 from manyhands.experiment.report_lines import number
 from manyhands.experiment.timing import Phases
+from manyhands.terminal import Outlet, Relay, Standing, can_draw
 
 _ERASE_DOWN, _ERASE_RIGHT = "\x1b[J", "\x1b[K"
 _LABEL = 9  # columns of the names on the left

@@ -6,17 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.algorithms.spec import AlgorithmSpec
 from manyhands.errors import ConfigError
 
 UNBOUNDED = 1e30  # bounds near the largest float are a way to say "none"
 
 
-def check(spec: AlgorithmSpec, space: Any) -> None:
-    """ConfigError unless this algorithm can learn these actions."""
+def check(kind: str, space: Any) -> None:
+    """ConfigError unless an algorithm that learns this kind of actions can learn these."""
     checks = {"discrete": check_discrete, "bounded": check_bounded}
-    if spec.actions in checks:
-        checks[spec.actions](space)
+    if kind in checks:
+        checks[kind](space)
 
 
 def check_discrete(space: Any) -> None:

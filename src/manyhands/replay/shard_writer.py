@@ -78,11 +78,6 @@ class ShardWriter:
         return self._ring.frames if isinstance(self._ring, FarRing) else frames_of(self._ring)
 
     @property
-    def in_memory(self) -> bool:
-        """Whether rows go straight into the learner's memory."""
-        return isinstance(self._ring, Ring)
-
-    @property
     def written(self) -> int:
         """Rows ever added to this shard, by this writer and those before it."""
         return self._ring.written

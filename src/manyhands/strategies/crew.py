@@ -10,7 +10,6 @@ itself. A last parcel says `bye`. What travels back is the newest weights, with 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ from manyhands.collect.noise import EnvNoise
 from manyhands.config import Experiment
 from manyhands.engines.base import Channel, WeightStore, Worker, cores
 from manyhands.engines.group import Group
-from manyhands.engines.shared import DONE, RUNNING, Board
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import VecAdapter
 from manyhands.errors import CollectiveError, WorkerError
@@ -47,7 +45,7 @@ class Crew:
         self.rank = worker.place.rank
         self.part = self.roles.of(self.rank)
         self.phases = Phases()
-        self.life = int(os.environ.get("MANYHANDS_LIFE", "0"))  # how often it was started again
+        self.life = worker.restarts
         self.session = 0  # how often the run was gone on with
         self.envs: VecAdapter | None = None
         self.algorithm = self._algorithm()
@@ -72,10 +70,7 @@ class Crew:
     @property
     def alive(self) -> int | None:
         """Workers that are there now; None where that is not known, or a run ends without one."""
-        board: Board | None = getattr(self.worker, "board", None)
-        if board is None or self.experiment.run.engine != "local":
-            return None
-        return sum(board.state(rank) == RUNNING for rank in range(board.workers))
+        return self.worker.alive()
 
     @property
     def acting(self) -> list[int]:
@@ -133,8 +128,7 @@ class Crew:
     @property
     def _too_late(self) -> bool:
         """Whether this worker was started again when the run was over: nobody waits for it."""
-        board: Board | None = getattr(self.worker, "board", None)
-        return self.life > 0 and board is not None and board.state(0) == DONE
+        return self.life > 0 and self.worker.main_has_left()
 
     def take(self, news: dict[str, Any]) -> None:
         flat, weights = self.algorithm.flat.data, news["weights"]

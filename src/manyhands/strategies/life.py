@@ -14,7 +14,6 @@ from manyhands import devices
 from manyhands.config import Experiment
 from manyhands.engines import stopping
 from manyhands.engines.base import Worker
-from manyhands.engines.role_groups import group_among
 from manyhands.errors import ConfigError
 from manyhands.experiment import checkpoint
 from manyhands.experiment.records import Records
@@ -33,7 +32,7 @@ def live(
     crew = Crew(experiment, worker)
     learners = crew.roles.ranks("learner")
     if len(learners) > 1 and crew.part.role == "learner":
-        crew.group = group_among(worker.group, learners, "learners")
+        crew.group = worker.group.among(learners, "learners")
     acts = crew.part.role in ("actor", "worker", "reducer") and not crew.is_main
     state = None if acts or resumed is None else _state(crew, resumed["checkpoint"])
     seats = [list(crew.seat)] if crew.group is None else crew.group.exchange(list(crew.seat))

@@ -6,14 +6,14 @@ same things refused, as between processes.
 
 from __future__ import annotations
 
-import traceback
 from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from manyhands import wire
 from manyhands.engines.base import Channel, Service, WeightStore
-from manyhands.errors import ConfigError, WorkerError
+from manyhands.engines.calls import invoke, remote_error
+from manyhands.errors import ConfigError
 from manyhands.trees import Tree
 
 if TYPE_CHECKING:
@@ -99,17 +99,3 @@ class InlineService(Service):
         except Exception as error:
             future.set_exception(remote_error(self.name, method, error))
         return future
-
-
-def invoke(target: object, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a public method by name; anything else is refused."""
-    function = None if method.startswith("_") else getattr(target, method, None)
-    if not callable(function):
-        offered = [m for m in dir(target) if not m.startswith("_") and callable(getattr(target, m))]
-        raise ConfigError(f"no method {method!r} is served; there are: {', '.join(offered)}")
-    return function(*args, **kwargs)
-
-
-def remote_error(name: str, method: str, error: BaseException) -> WorkerError:
-    text = "".join(traceback.format_exception(error)).rstrip()
-    return WorkerError(f"{name}: {method} failed: {type(error).__name__}: {error}\n{text}")

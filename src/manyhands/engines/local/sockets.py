@@ -20,7 +20,7 @@ from typing import Any
 
 from manyhands import wire
 from manyhands.engines.base import Service
-from manyhands.engines.inline.parts import invoke, remote_error
+from manyhands.engines.calls import invoke, remote_error
 from manyhands.engines.shared import Segment
 from manyhands.errors import CollectiveError, ConfigError, WorkerError
 

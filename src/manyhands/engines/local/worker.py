@@ -14,12 +14,12 @@ from manyhands.engines.base import (
     worker_names,
 )
 from manyhands.engines.group import Group
+from manyhands.engines.liveness import BoardRoster
 from manyhands.engines.local.parts import LocalChannel, LocalWeights
 from manyhands.engines.local.sockets import Server, SocketService
 from manyhands.engines.local.transport import OPEN, LocalTransport
 from manyhands.engines.process import ProcessWorker, open_board, wake_precisely
-from manyhands.engines.roster import BoardRoster
-from manyhands.engines.shared import Board, Segment
+from manyhands.engines.shared import RUNNING, Board, Segment
 from manyhands.errors import ConfigError
 
 _LINGER_SECONDS = 2.0  # for others to read the last call
@@ -76,6 +76,9 @@ class LocalWorker(ProcessWorker):
             if patience.over:
                 raise self._roster.late(list(others), f"service {name!r}", patience.waited)
             self._roster.raise_if_gone([], f"service {name!r}")
+
+    def alive(self) -> int:
+        return sum(self._board.state(rank) == RUNNING for rank in range(self.place.size))
 
     def close(self) -> None:
         if self._left:

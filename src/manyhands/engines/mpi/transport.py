@@ -26,7 +26,7 @@ from manyhands.engines.base import (
     add_up,
     doing,
 )
-from manyhands.engines.roster import BoardRoster
+from manyhands.engines.liveness import BoardRoster
 from manyhands.errors import CollectiveError
 from manyhands.trees import Array
 

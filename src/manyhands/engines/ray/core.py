@@ -22,7 +22,7 @@ from typing import Any
 
 from manyhands import threads, wire
 from manyhands.engines import process
-from manyhands.engines.how_far import alive
+from manyhands.engines.liveness import alive
 from manyhands.engines.ray.session import Session
 from manyhands.engines.ray.worker import DESK, START_SECONDS
 from manyhands.engines.shared import DEAD, FAILED, RUNNING, Board

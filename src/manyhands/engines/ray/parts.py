@@ -26,7 +26,7 @@ import ray
 
 from manyhands import wire
 from manyhands.engines.base import Channel, Roster, Service, WeightStore
-from manyhands.engines.inline.parts import invoke, remote_error
+from manyhands.engines.calls import invoke, remote_error
 from manyhands.errors import CollectiveError, ConfigError, WorkerError
 from manyhands.trees import Tree
 

@@ -32,8 +32,7 @@ from manyhands.engines.base import (
     add_up,
     doing,
 )
-from manyhands.engines.how_far import HowFar
-from manyhands.engines.roster import BoardRoster
+from manyhands.engines.liveness import BoardRoster, HowFar
 from manyhands.engines.shared import Board
 from manyhands.errors import CollectiveError
 from manyhands.trees import Array

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from manyhands.engines.attach import slurm_first_host, slurm_port
 from manyhands.engines.base import Patience, Place, Roster
 from manyhands.engines.group import Group
 from manyhands.engines.process import ProcessWorker, open_board
@@ -211,6 +211,21 @@ def meeting_point(env: Mapping[str, str]) -> tuple[str, int, bool]:
     if first.split(".")[0] == socket.gethostname().split(".")[0]:
         return _LOOPBACK, number, first == nodes
     return first, number, False
+
+
+def slurm_first_host(nodelist: str) -> str:
+    """`gpu[03-05,9],x1` -> `gpu03`: where worker 0 of a SLURM step runs."""
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])*", nodelist)
+    # Of each bracket the first number: `rack[1-2]node[3-4]` begins with `rack1node3`.
+    host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group()) if first else ""
+    return host or "127.0.0.1"
+
+
+def slurm_port(env: Mapping[str, str]) -> int:
+    """A port that all workers of a step compute alike and two steps hardly share."""
+    return (
+        15000 + (int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env.get("SLURM_STEP_ID", "0"))) % 20000
+    )
 
 
 def _number(port: str) -> int:
