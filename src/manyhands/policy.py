@@ -19,17 +19,18 @@ import torch
 from gymnasium.vector import VectorEnv
 
 from manyhands import seeding, streams
-from manyhands.collect.rollout import Normaliser, Obs
+from manyhands.collect.rollout import Normaliser
 from manyhands.config import Experiment, RunConfig, load_toml
 from manyhands.envs import make_vec
 from manyhands.envs.registry import resolve
 from manyhands.envs.spaces import ActionMap
 from manyhands.errors import ConfigError, SupportError
 from manyhands.networks.build import ActorCritic, build_actor_critic
-from manyhands.networks.fast import mode, sample
 from manyhands.networks.lstm import RecurrentActorCritic, build_recurrent
+from manyhands.networks.numpy.distributions import mode, sample
 from manyhands.networks.q import build_for_replay
 from manyhands.trees import Array
+from manyhands.types import Obs
 
 FILE = "policy.safetensors"
 

@@ -16,11 +16,12 @@ from manyhands.algorithms.base import Alone
 from manyhands.algorithms.options import CONFIGS
 from manyhands.algorithms.registry import ALGORITHMS
 from manyhands.collect.noise import EnvNoise
-from manyhands.collect.rollout import Acted, Collector, Normaliser
+from manyhands.collect.rollout import Collector, Normaliser
 from manyhands.envs import make_vec
 from manyhands.envs.toys import Delayed, TimeLimit
 from manyhands.errors import ConfigError, WorkerError
 from manyhands.networks.build import build_actor_critic
+from manyhands.types import Acted
 
 pytestmark = [pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")]
 

@@ -14,11 +14,16 @@ from torch import nn
 from manyhands.errors import ConfigError
 from manyhands.math import losses
 from manyhands.math.adam import Adam, clip_by_norm_
-from manyhands.math.densities import for_head
 from manyhands.networks.build import ActorCritic, build_actor_critic
-from manyhands.networks.fast import FastActor
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.gradient import KEPT_SIZES, FastGradient, FastValueGradient, can_learn
+from manyhands.networks.numpy.distributions import for_head
+from manyhands.networks.numpy.mlp import (
+    KEPT_SIZES,
+    FastActor,
+    FastGradient,
+    FastValueGradient,
+    can_learn,
+)
 
 VECTOR = Box(-1.0, 1.0, (4,))
 ACTIONS = {

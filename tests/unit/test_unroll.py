@@ -9,10 +9,11 @@ import pytest
 from async_programs import impala, unrolls_of
 
 from manyhands.collect.noise import EnvNoise
-from manyhands.collect.rollout import Acted, Normaliser
+from manyhands.collect.rollout import Normaliser
 from manyhands.collect.unroll import UnrollCollector, joined
 from manyhands.envs import make_vec
 from manyhands.errors import ConfigError
+from manyhands.types import Acted
 
 
 class Still:

@@ -19,20 +19,17 @@ import numpy as np
 import torch
 
 from manyhands import seeding
-from manyhands.collect.rollout import Acted, Actor, Obs, Rollout, rows_of
+from manyhands.collect.rollout import Rollout, rows_of
 from manyhands.errors import WorkerError
 from manyhands.math import losses
 from manyhands.math.adam import Adam, clip_by_norm_
-from manyhands.math.densities import for_head
 from manyhands.math.returns import gae
 from manyhands.networks.build import ActorCritic
-from manyhands.networks.fast import FastActor, can_act, sample
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.gradient import FastGradient, can_learn
+from manyhands.networks.numpy.distributions import for_head, sample
+from manyhands.networks.numpy.mlp import FastActor, FastGradient, can_act, can_learn
 from manyhands.trees import Array
-
-Batch = dict[str, Any]  # rows: obs, action, logp, value, parameters, advantage, target
-Info = dict[str, float]
+from manyhands.types import Acted, Actor, Batch, Info, Obs
 
 
 class Across(Protocol):
@@ -102,9 +99,7 @@ class Algorithm(ABC):
         self.adam = Adam(self.flat.data[self.moved], lr=0.0, eps=options.adam_epsilon)
         self.rng = seeding.generator(seed, "minibatch")  # the same stream on all workers
         self.version = 0
-        self.actor: Actor = (
-            FastActor(model) if can_act(model) else TorchActor(model, self.device)  # type: ignore[assignment]
-        )
+        self.actor: Actor = FastActor(model) if can_act(model) else TorchActor(model, self.device)
 
     def moved_from(self, model: ActorCritic) -> int:
         """The first of the flat parameters that gradient steps move."""

@@ -18,22 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.algorithms.base import (
-    Across,
-    Alone,
-    Batch,
-    Info,
-    PolicyGradient,
-    to_tensor,
-)
+from manyhands.algorithms.base import Across, Alone, PolicyGradient, to_tensor
 from manyhands.algorithms.options import IMPALAConfig
-from manyhands.collect.rollout import Obs, Rollout
+from manyhands.collect.rollout import Rollout
 from manyhands.collect.unroll import Unroll
 from manyhands.math import losses
 from manyhands.math.schedules import make_schedule
 from manyhands.math.vtrace import vtrace
 from manyhands.networks.lstm import RecurrentActor, RecurrentActorCritic
 from manyhands.trees import Array
+from manyhands.types import Batch, Info, Obs
 
 
 class IMPALA(PolicyGradient):

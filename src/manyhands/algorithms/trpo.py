@@ -17,15 +17,7 @@ from typing import Any
 
 import torch
 
-from manyhands.algorithms.base import (
-    Across,
-    Algorithm,
-    Batch,
-    Info,
-    explained_variance,
-    normalised,
-    to_tensor,
-)
+from manyhands.algorithms.base import Across, Algorithm, explained_variance, normalised, to_tensor
 from manyhands.algorithms.options import TRPOConfig
 from manyhands.errors import ConfigError
 from manyhands.math import losses
@@ -37,7 +29,8 @@ from manyhands.math.natural_gradient import (
 )
 from manyhands.math.schedules import make_schedule
 from manyhands.networks.build import ActorCritic
-from manyhands.networks.gradient import FastValueGradient, can_learn
+from manyhands.networks.numpy.mlp import FastValueGradient, can_learn
+from manyhands.types import Batch, Info
 
 
 class TRPO(Algorithm):

@@ -28,10 +28,11 @@ import numpy as np
 
 from manyhands.collect.noise import EnvNoise
 from manyhands.collect.observations import stacked
-from manyhands.collect.rollout import Actor, Normaliser, Obs, Rollout
+from manyhands.collect.rollout import Normaliser, Rollout
 from manyhands.envs.adapter import Episode, Final, VecAdapter
 from manyhands.errors import WorkerError
 from manyhands.trees import Array
+from manyhands.types import Actor, Obs
 
 LONGEST = 200_000  # steps of one episode; the longest games of Atari take 27,000
 _ROOM = 256  # rows to begin with

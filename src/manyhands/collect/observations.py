@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.envs.spaces import Obs
+from manyhands.types import Obs
 
 
 def pick(obs: Obs, where: Any) -> Obs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,25 +20,7 @@ from manyhands.envs.adapter import Episode, Final, Step, VecAdapter
 from manyhands.envs.spaces import zeros
 from manyhands.math.running_stats import RunningStats
 from manyhands.trees import Array
-
-Obs = Any  # an array, or a dict of arrays
-
-
-class Acted(NamedTuple):
-    """What a policy gives for N observations."""
-
-    actions: Array  # [N, ...] as sampled; the env gets them clipped or scaled
-    logp: Array  # behaviour log-probability [N]
-    values: Array  # [N]
-    parameters: Array  # of the distribution [N, P]
-
-
-class Actor(Protocol):
-    """How a collector asks for actions; knows nothing of environments."""
-
-    def act(self, obs: Obs, noise: Any) -> Acted: ...
-
-    def value(self, obs: Obs) -> Array: ...
+from manyhands.types import Acted, Actor, Obs
 
 
 @dataclass

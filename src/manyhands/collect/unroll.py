@@ -23,11 +23,12 @@ import numpy as np
 
 from manyhands.collect.noise import EnvNoise
 from manyhands.collect.observations import appended, copy_into, pick, stacked
-from manyhands.collect.rollout import Acted, Actor, Normaliser, Obs
+from manyhands.collect.rollout import Normaliser
 from manyhands.envs.adapter import Final, Step, VecAdapter
 from manyhands.envs.spaces import zeros
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
+from manyhands.types import Acted, Actor, Obs
 
 Unroll = dict[str, Any]
 COLUMNS = ("action", "logp", "reward", "terminated", "truncated", "valid")

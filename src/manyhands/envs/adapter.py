@@ -27,16 +27,10 @@ import numpy as np
 
 from manyhands import seeding
 from manyhands.envs.episode_seeds import EpisodeSeeds
-from manyhands.envs.spaces import (
-    ActionMap,
-    Array,
-    BoxActions,
-    FiniteCheck,
-    Obs,
-    check_observation_space,
-    zeros,
-)
+from manyhands.envs.spaces import ActionMap, BoxActions, FiniteCheck, check_observation_space, zeros
 from manyhands.errors import ConfigError, WorkerError
+from manyhands.trees import Array
+from manyhands.types import Obs
 
 
 class Episode(NamedTuple):

@@ -20,17 +20,17 @@ from manyhands.envs.adapter import Final, Restored, Step, VecAdapter
 from manyhands.envs.own_chance import OwnChance
 from manyhands.envs.replay import ActionLog, own_state, put_back, same
 from manyhands.envs.spaces import (
-    Array,
     BoxActions,
     DictRows,
     FiniteCheck,
-    Obs,
     copy_single,
     shape_fault,
     take_row,
     zeros,
 )
 from manyhands.errors import ConfigError, WorkerError
+from manyhands.trees import Array
+from manyhands.types import Obs
 
 EnvFactory = Callable[[], gymnasium.Env[Any, Any]]
 

@@ -18,8 +18,9 @@ import gymnasium
 import numpy as np
 
 from manyhands import wire
-from manyhands.envs.spaces import Array, Obs
 from manyhands.errors import ConfigError
+from manyhands.trees import Array
+from manyhands.types import Obs
 
 LONGEST = 100_000  # steps of an episode that is played again; a longer one is not gone on with
 SECONDS = 30.0  # that playing again may take on a worker; the others wait for it

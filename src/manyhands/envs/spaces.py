@@ -15,9 +15,9 @@ import numpy as np
 from gymnasium import spaces
 
 from manyhands.errors import ConfigError
+from manyhands.trees import Array
+from manyhands.types import Obs
 
-Array = np.ndarray[Any, np.dtype[Any]]
-Obs = Any  # Array [B, ...], or dict[str, Array] for a Dict space
 BoxActions = Literal["clip", "scale", "raw"]
 
 _UNDERSTOOD = "Box, Discrete, MultiDiscrete, MultiBinary and a flat Dict of these"

@@ -18,8 +18,10 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
 from manyhands.envs.adapter import Final, Restored, Step, VecAdapter
-from manyhands.envs.spaces import Array, BoxActions, Obs, copy_single, take_row
+from manyhands.envs.spaces import BoxActions, copy_single, take_row
 from manyhands.errors import ConfigError
+from manyhands.trees import Array
+from manyhands.types import Obs
 
 SeedStyle = Literal["list", "array", "int", "at_creation"]
 

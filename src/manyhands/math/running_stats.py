@@ -18,13 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from manyhands.errors import ConfigError
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from manyhands.trees import Array
 
 # Rows and bytes (in float64) of which the moments are taken at once: on the few rows of one step
 # numpy's calls cost far more than its sums. Rows as large as images are taken as they come.

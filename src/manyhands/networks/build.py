@@ -23,8 +23,9 @@ from torch.nn import functional
 
 from manyhands.errors import ConfigError
 from manyhands.networks.cnn import ImageEncoder
-from manyhands.networks.heads import Array, DiagonalGaussian, Head, make_head
+from manyhands.networks.heads import DiagonalGaussian, Head, make_head
 from manyhands.networks.mlp import linear, mlp
+from manyhands.trees import Array
 
 Observations = Any  # a tensor [N, ...], or a (nested) dict of them
 

@@ -13,15 +13,11 @@ create_graph) breaks them; `check()` says so. Move the module first, then make F
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from manyhands.errors import ConfigError
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from manyhands.trees import Array
 
 
 class FlatParameters:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manyhands.collect.rollout import Acted, Obs
 from manyhands.networks.build import (
     POLICY_GAIN,
     VALUE_GAIN,
@@ -26,9 +25,11 @@ from manyhands.networks.build import (
     has_image,
     make_encoder,
 )
-from manyhands.networks.fast import sample
-from manyhands.networks.heads import Array, DiagonalGaussian, Head, make_head
+from manyhands.networks.heads import DiagonalGaussian, Head, make_head
 from manyhands.networks.mlp import linear, mlp, untouched_chance
+from manyhands.networks.numpy.distributions import sample
+from manyhands.trees import Array
+from manyhands.types import Acted, Obs
 
 
 class RecurrentActorCritic(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from manyhands import seeding
-from manyhands.algorithms.base import Across, Batch, take
+from manyhands.algorithms.base import Across, take
 from manyhands.algorithms.off_policy import OffPolicy
 from manyhands.engines.group import Group
 from manyhands.errors import CollectiveError
@@ -35,6 +35,7 @@ from manyhands.strategies.off_policy import (
     own_state,
 )
 from manyhands.trees import Array
+from manyhands.types import Batch
 
 REPLAY, DESK = "manyhands: replay", "manyhands: desk"
 

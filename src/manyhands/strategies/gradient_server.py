@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from manyhands.algorithms.a2c import A2C
-from manyhands.algorithms.base import Batch
 from manyhands.blocks.reducer import Reducer
 from manyhands.collect.rollout import Collector
 from manyhands.engines.base import Channel
@@ -32,6 +31,7 @@ from manyhands.experiment.records import Records
 from manyhands.math.schedules import make_schedule
 from manyhands.strategies.crew import PARCELS, Crew, Inbox, Parcel
 from manyhands.strategies.ledger import Ledger
+from manyhands.types import Batch
 
 _KEPT = 16  # refusals of each worker that the server tells again and again
 
