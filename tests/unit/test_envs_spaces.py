@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from manyhands import seeding
 from manyhands.envs import EnvLoop, make_vec, toys
-from manyhands.envs.episode_seeds import EpisodeSeeds
+from manyhands.envs.chance import EpisodeSeeds
 from manyhands.envs.spaces import (
     ActionMap,
     FiniteCheck,

@@ -13,7 +13,7 @@ from torch import nn
 
 from manyhands.errors import ConfigError
 from manyhands.math import losses
-from manyhands.math.adam import Adam, clip_by_norm_
+from manyhands.math.optimiser import Adam, clip_by_norm_
 from manyhands.networks.build import ActorCritic, build_actor_critic
 from manyhands.networks.flat import FlatParameters
 from manyhands.networks.numpy.distributions import for_head

@@ -19,7 +19,7 @@ import torch
 from manyhands.algorithms.base import Across, PolicyGradient, explained_variance, normalised
 from manyhands.algorithms.options import PPOConfig
 from manyhands.math import losses
-from manyhands.math.schedules import make_schedule
+from manyhands.math.optimiser import make_schedule
 from manyhands.trees import Array
 from manyhands.types import Batch, Info
 

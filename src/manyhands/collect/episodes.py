@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manyhands.collect.noise import EnvNoise
-from manyhands.collect.observations import stacked
-from manyhands.collect.rollout import Normaliser, Rollout
+from manyhands import trees
+from manyhands.collect.rollout import Rollout
 from manyhands.envs.adapter import Episode, Final, VecAdapter
+from manyhands.envs.chance import EnvNoise
 from manyhands.errors import WorkerError
+from manyhands.math.running_stats import Normaliser
 from manyhands.trees import Array
 from manyhands.types import Actor, Obs
 
@@ -304,7 +305,7 @@ class EpisodeCollector:
     def _bootstrap(self) -> None:
         """V(last observation) where an episode was cut off but did not terminate."""
         if self._cut:
-            finals = stacked([obs for _, obs in self._cut])
+            finals = trees.stack([obs for _, obs in self._cut])
             values = self.actor.value(self.normaliser.apply(finals))
             self._rows["next_value"][[row for row, _ in self._cut]] = values
             self._cut.clear()

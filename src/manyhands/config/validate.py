@@ -28,7 +28,7 @@ from manyhands.config import (
 )
 from manyhands.engines import joined
 from manyhands.errors import ConfigError, ManyhandsError, needs
-from manyhands.math.schedules import make_schedule
+from manyhands.math.optimiser import make_schedule
 
 _AT_LEAST_ONE = ("workers", "steps", "num_envs", "rollout_length", "log_every")
 _MAY_BE_NEGATIVE = ("target_return",)

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import gymnasium
 import numpy as np
 
-from manyhands import seeding
-from manyhands.envs.episode_seeds import EpisodeSeeds
+from manyhands import seeding, trees
+from manyhands.envs.chance import EpisodeSeeds
 from manyhands.envs.spaces import ActionMap, BoxActions, FiniteCheck, check_observation_space, zeros
 from manyhands.errors import ConfigError, WorkerError
 from manyhands.trees import Array
@@ -72,15 +72,9 @@ class Step:
 
     def next_obs(self) -> Obs:
         """[B, ...] where each transition led: for replay, which stores (s, a, r, s') whole."""
-        if isinstance(self.obs, dict):
-            copy: Obs = {key: part.copy() for key, part in self.obs.items()}
-            for env, last in self.finals:
-                for key, part in last.items():
-                    copy[key][env] = part
-            return copy
-        copy = self.obs.copy()
+        copy = trees.map(np.copy, self.obs)
         for env, last in self.finals:
-            copy[env] = last
+            trees.put(copy, env, last)
         return copy
 
 

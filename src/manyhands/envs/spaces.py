@@ -14,6 +14,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from manyhands import trees
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
 from manyhands.types import Obs
@@ -89,9 +90,7 @@ class DictRows:
 
 def take_row(batch: Obs, i: int) -> Obs:
     """A copy of row i."""
-    if isinstance(batch, dict):
-        return {key: np.array(part[i]) for key, part in batch.items()}
-    return np.array(batch[i])
+    return trees.map(lambda part: np.array(part[i]), batch)
 
 
 def copy_single(space: gymnasium.Space[Any], value: Any) -> Obs:

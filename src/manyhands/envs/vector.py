@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
+from manyhands import trees
 from manyhands.envs.adapter import Final, Restored, Step, VecAdapter
 from manyhands.envs.spaces import BoxActions, copy_single, take_row
 from manyhands.errors import ConfigError
@@ -96,7 +97,7 @@ class VectorAdapter(VecAdapter):
         self._totals[:] = 0.0
         self._running = True
         obs = self.blank().obs if out is None else out
-        _copy_into(obs, given)
+        trees.copy_into(obs, given)
         self._check_row(obs)
         return obs
 
@@ -111,7 +112,7 @@ class VectorAdapter(VecAdapter):
         np.logical_and(truncated, row.valid, out=row.truncated)
         reward = np.where(row.valid, reward, 0.0)
         self._count(reward, row.valid)
-        _copy_into(row.obs, obs)
+        trees.copy_into(row.obs, obs)
         done = row.terminated | row.truncated
         self._check_row(row.obs)
         row.reward[:] = reward
@@ -181,7 +182,7 @@ class VectorAdapter(VecAdapter):
         obs, _ = self.env.reset(seed=argument, options={"reset_mask": mask})
         for i in map(int, ended):
             self._begin(i, seeds[i])
-        _copy_into(row.obs, obs, ended)
+        trees.put(row.obs, ended, trees.take(obs, ended))
 
     def _seed_argument(self, seeds: list[int | None]) -> Any:
         if seeds[0] is None or self._seed_style == "at_creation":
@@ -195,11 +196,3 @@ class VectorAdapter(VecAdapter):
 
 def _seed_style(env: VectorEnv) -> SeedStyle:
     return "list" if isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) else "int"
-
-
-def _copy_into(target: Obs, source: Obs, rows: Any = ...) -> None:
-    if isinstance(target, dict):
-        for key, part in target.items():
-            part[rows] = source[key][rows]
-    else:
-        target[rows] = source[rows]

@@ -28,7 +28,7 @@ from manyhands.collect.rollout import Collector
 from manyhands.engines.base import Channel
 from manyhands.errors import WorkerError
 from manyhands.experiment.records import Records
-from manyhands.math.schedules import make_schedule
+from manyhands.math.optimiser import make_schedule
 from manyhands.strategies.crew import PARCELS, Crew, Inbox, Parcel
 from manyhands.strategies.ledger import Ledger
 from manyhands.types import Batch

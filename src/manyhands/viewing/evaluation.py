@@ -19,7 +19,7 @@ from gymnasium.vector import VectorEnv
 from manyhands import seeding, streams
 from manyhands.config import Experiment
 from manyhands.envs import make_vec
-from manyhands.envs.own_chance import OwnChance
+from manyhands.envs.chance import OwnChance
 from manyhands.envs.registry import env_factory, is_atari, resolve
 from manyhands.envs.spaces import DictRows, zeros
 from manyhands.errors import ConfigError
