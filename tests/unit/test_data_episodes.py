@@ -159,7 +159,7 @@ def test_surplus_opens_the_next_batch() -> None:
     assert [len(b.logp) for b in (first, second, third)] == [20, 20, 20]
     assert [b.steps for b in (first, second, third)] == [40, 0, 40]
     assert [b.stale_share for b in (first, second, third)] == [0.0, 1.0, 0.0]
-    assert second.start_versions.tolist() == [0, 0]
+    assert second.versions.tolist() == [[0]] * 20
     np.testing.assert_array_equal(second.obs[:, 0, 0], np.tile(np.arange(10) / 10, 2).astype("f4"))
 
 

@@ -72,7 +72,7 @@ def assert_equal_to_autograd(model, observations, rows, seed=0):
     np.testing.assert_allclose(values, expected_values, rtol=1e-4, atol=1e-5)
     fast.backward(d_parameters, d_values)
     expected = autograd(twin, tensors, d_parameters, d_values)
-    np.testing.assert_allclose(flat.grad_array, expected, **TOLERANCE)
+    np.testing.assert_allclose(flat.grad.numpy(), expected, **TOLERANCE)
     flat.check()
 
 
@@ -87,7 +87,7 @@ def test_the_parameters_are_views_in_order_with_their_values():
     assert torch.equal(flat.data, torch.cat([p.reshape(-1) for p in before.values()]))
     assert list(flat.views()) == list(before)
     flat.data += 1.0
-    flat.array[:] += 1.0
+    flat.data.numpy()[:] += 1.0
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name] + 2.0)
         np.testing.assert_array_equal(flat.views()[name], parameter.detach().numpy())
@@ -104,7 +104,7 @@ def test_backward_accumulates_into_the_flat_gradient():
         (
             (parameters * torch.as_tensor(d_parameters)).sum() + values @ torch.as_tensor(d_values)
         ).backward()
-        np.testing.assert_allclose(flat.grad_array, times * expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(flat.grad.numpy(), times * expected, rtol=1e-5, atol=1e-5)
     flat.check()
     flat.zero_grad()
     assert not flat.grad.any()
@@ -175,7 +175,7 @@ def test_frozen_parameters_are_left_alone():
 def test_no_numpy_view_of_another_device():
     flat = FlatParameters(network().to("meta"))
     with pytest.raises(ConfigError, match="no numpy view"):
-        _ = flat.array
+        flat.views()
 
 
 @pytest.mark.gpu
@@ -282,7 +282,7 @@ def test_work_arrays_are_kept_and_shared_by_all_sizes():
     fast.forward(normal(8, 4))  # another size between must not disturb
     fast.backward(normal(8, 3), normal(8))
     expected = autograd(model, torch.as_tensor(normal(8, 4)), normal(8, 3), normal(8))
-    np.testing.assert_allclose(flat.grad_array, expected, **TOLERANCE)
+    np.testing.assert_allclose(flat.grad.numpy(), expected, **TOLERANCE)
 
 
 def test_neither_row_order_nor_batch_size_matters():
@@ -294,7 +294,7 @@ def test_neither_row_order_nor_batch_size_matters():
     def gradient(rows):
         fast.forward(x[rows])
         fast.backward(d_parameters[rows], d_values[rows])
-        return flat.grad_array.copy()
+        return flat.grad.numpy().copy()
 
     whole = gradient(np.arange(40))
     shuffled = np.random.default_rng(0).permutation(40)
@@ -401,8 +401,8 @@ def test_the_value_alone_is_that_of_autograd_and_leaves_the_policy(hidden):
     with torch.no_grad():
         np.testing.assert_allclose(values, twin.value(torch.as_tensor(observations)), **TOLERANCE)
     own = sum(p.numel() for p in model.value_parameters())  # at the end of the flat parameters
-    np.testing.assert_allclose(flat.grad_array[-own:], exact[-own:], **TOLERANCE)
-    assert (flat.grad_array[:-own] == 7.0).all()
+    np.testing.assert_allclose(flat.grad.numpy()[-own:], exact[-own:], **TOLERANCE)
+    assert (flat.grad.numpy()[:-own] == 7.0).all()
     assert np.abs(exact[-own:]).max() > 0.1
     assert (exact[:-own] == 0).all()
 

@@ -60,13 +60,6 @@ class EpisodeRollout(Rollout):
     def stale_share(self) -> float:
         return float((self.versions < self.version).sum()) / max(1, len(self.versions))
 
-    @property
-    def start_versions(self) -> Array:
-        """The policy with which each episode began."""
-        ends = np.flatnonzero(self.terminated | self.truncated)
-        starts: Array = self.versions[np.concatenate([[0], ends + 1])[: len(ends)], 0]
-        return starts
-
 
 class Ended(NamedTuple):
     """An episode that no batch has had yet; the order is the same on all workers."""

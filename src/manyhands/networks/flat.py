@@ -45,16 +45,6 @@ class FlatParameters:
         """The number of parameters."""
         return self.data.numel()
 
-    @property
-    def array(self) -> Array:
-        """`data` as a numpy view; on the CPU only."""
-        return _numpy(self.data)
-
-    @property
-    def grad_array(self) -> Array:
-        """`grad` as a numpy view; on the CPU only."""
-        return _numpy(self.grad)
-
     def views(self) -> dict[str, Array]:
         """Numpy views of the parameters by name, in flat order; on the CPU only."""
         return self._named(self._split(self.data))
