@@ -21,8 +21,8 @@ from gymnasium.vector import VectorEnv
 from manyhands import seeding, streams, trees
 from manyhands.config import Experiment, RunConfig, load_toml
 from manyhands.envs import make_vec
+from manyhands.envs.adapter import ActionMap
 from manyhands.envs.registry import resolve
-from manyhands.envs.spaces import ActionMap
 from manyhands.errors import ConfigError, SupportError
 from manyhands.math.running_stats import Normaliser
 from manyhands.networks.build import ActorCritic, build_actor_critic

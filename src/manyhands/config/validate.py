@@ -310,7 +310,8 @@ def _look_at(run: RunConfig) -> Iterator[str]:
 def _space_faults(run: RunConfig, observations: Any, actions: Any) -> Iterator[str]:
     from gymnasium.spaces import Box
 
-    from manyhands.envs.spaces import ActionMap, check_observation_space
+    from manyhands.envs.adapter import ActionMap
+    from manyhands.envs.spaces import check_observation_space
 
     for look in (
         lambda: check_observation_space(observations),

@@ -15,18 +15,20 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from manyhands.envs.adapter import Final, Restored, Step, VecAdapter
-from manyhands.envs.chance import OwnChance
-from manyhands.envs.restore import own_state, put_back, same
-from manyhands.envs.spaces import (
+from manyhands.envs.adapter import (
     BoxActions,
     DictRows,
+    Final,
     FiniteCheck,
+    Restored,
+    Step,
+    VecAdapter,
     copy_single,
-    shape_fault,
     take_row,
-    zeros,
 )
+from manyhands.envs.chance import OwnChance
+from manyhands.envs.restore import own_state, put_back, same
+from manyhands.envs.spaces import shape_fault, zeros
 from manyhands.errors import ConfigError, WorkerError
 from manyhands.trees import Array
 from manyhands.types import Obs

@@ -18,8 +18,15 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
 from manyhands import trees
-from manyhands.envs.adapter import Final, Restored, Step, VecAdapter
-from manyhands.envs.spaces import BoxActions, copy_single, take_row
+from manyhands.envs.adapter import (
+    BoxActions,
+    Final,
+    Restored,
+    Step,
+    VecAdapter,
+    copy_single,
+    take_row,
+)
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
 from manyhands.types import Obs
