@@ -192,9 +192,9 @@ def impala(**options: Any) -> Any:
 def unrolls_of(algorithm: Any, envs: Any, count: int, length: int = 12, **more: Any) -> list[Any]:
     """Unrolls with memory of their own, played by the weights as they are."""
     from manyhands import wire
-    from manyhands.collect.noise import EnvNoise
-    from manyhands.collect.rollout import Normaliser
     from manyhands.collect.unroll import UnrollCollector
+    from manyhands.envs.chance import EnvNoise
+    from manyhands.math.running_stats import Normaliser
 
     collector = UnrollCollector(
         envs,

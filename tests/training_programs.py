@@ -206,9 +206,11 @@ def as_in_a_worker() -> Iterator[None]:
 
 def learn_from_parts(name: str, parts: list[int], updates: int) -> Any:
     """Updates on one random batch, of which this worker holds `parts[rank]` rows; weights."""
-    from manyhands.algorithms.base import Alone, Batch, take
+    from manyhands.algorithms.base import Alone
     from manyhands.experiment.timing import Phases
     from manyhands.strategies.across import OverGroup
+    from manyhands.trees import take
+    from manyhands.types import Batch
 
     group = attach().group
     algorithm = learner(name)

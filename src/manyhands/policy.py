@@ -18,17 +18,18 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 
-from manyhands import seeding, streams
-from manyhands.collect.rollout import Normaliser, Obs
+from manyhands import seeding, streams, trees
 from manyhands.config import Experiment, RunConfig, load_toml
 from manyhands.envs import make_vec
+from manyhands.envs.adapter import ActionMap
 from manyhands.envs.registry import resolve
-from manyhands.envs.spaces import ActionMap
 from manyhands.errors import ConfigError, SupportError
+from manyhands.math.running_stats import Normaliser
 from manyhands.networks.build import ActorCritic
-from manyhands.networks.fast import mode, sample
 from manyhands.networks.lstm import RecurrentActorCritic
+from manyhands.networks.numpy.distributions import mode, sample
 from manyhands.trees import Array
+from manyhands.types import Obs
 
 FILE = "policy.safetensors"
 
@@ -135,7 +136,7 @@ class Policy:
     def _parameters(self, seen: Any) -> torch.Tensor:
         if not isinstance(self.model, RecurrentActorCritic):
             return self.model.policy(seen)
-        rows = len(next(iter(seen.values())) if isinstance(seen, dict) else seen)
+        rows = trees.rows(seen)
         if self._memory is None or len(self._memory) != rows:
             self._memory = torch.zeros(rows, self.model.state_size)
         parameters, _, self._memory = self.model.step(seen, self._memory)
@@ -171,16 +172,11 @@ class Policy:
 
     def _seen(self, observations: Obs) -> Any:
         """Normalised, as tensors."""
-        seen = self.normaliser.apply(observations)
-        if isinstance(seen, dict):
-            return {k: torch.as_tensor(v) for k, v in seen.items()}
-        return torch.as_tensor(seen)
+        return trees.map(torch.as_tensor, self.normaliser.apply(observations))
 
 
 def _as_batch(observation: Obs) -> Obs:
-    if isinstance(observation, dict):
-        return {k: np.asarray(v)[None] for k, v in observation.items()}
-    return np.asarray(observation)[None]
+    return trees.map(lambda x: np.asarray(x)[None], observation)
 
 
 def load(run_dir: str | os.PathLike[str]) -> Policy:

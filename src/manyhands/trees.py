@@ -1,4 +1,8 @@
-"""Nested dicts, lists and tuples of arrays: taken apart into leaves, and put together again.
+"""Nested dicts, lists and tuples of arrays.
+
+    map, stack, concat, take, put, …        one array or a tree of them (an observation, a batch),
+                                           treated alike: `trees.take(obs, 3)`
+    flatten                                taken apart into leaves that travel, and put together
 
 A leaf is a number, a numpy array or a torch tensor. torch is never imported here: a tensor can
 only be given by somebody who has already imported it.
@@ -7,15 +11,68 @@ only be given by somebody who has already imported it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from manyhands.errors import ConfigError
 
+T = TypeVar("T")
 Tree = Any
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def map(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
+    """The tree with `function` of each leaf, and of those in the same place of the others."""
+    if isinstance(tree, dict):
+        return {k: map(function, part, *(o[k] for o in others)) for k, part in tree.items()}
+    if isinstance(tree, tuple):
+        parts = [map(function, *leaves) for leaves in zip(tree, *others, strict=True)]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    return function(tree, *others)
+
+
+def take(tree: T, where: Any) -> T:
+    """What stands at an index, a slice or a list of rows of the first axis: numpy's rules."""
+    found: Any = tree
+    if isinstance(found, (dict, tuple)):
+        return map(lambda leaf: leaf[where], found)  # type: ignore[no-any-return]
+    return found[where]  # type: ignore[no-any-return]
+
+
+def put(tree: Tree, where: Any, values: Tree) -> None:
+    """Write values where `take` would have found them."""
+    if isinstance(tree, dict):
+        for key, part in tree.items():
+            put(part, where, values[key])
+    elif isinstance(tree, tuple):
+        for part, value in zip(tree, values, strict=True):
+            put(part, where, value)
+    else:
+        tree[where] = values
+
+
+def copy_into(target: Tree, source: Tree) -> None:
+    """Overwrite the target's arrays, where they stand."""
+    put(target, ..., source)
+
+
+def stack(trees: Sequence[Tree]) -> Tree:
+    """Single rows as the rows of one tree."""
+    return map(lambda *leaves: np.stack(leaves), *trees)
+
+
+def concat(trees: Sequence[Tree]) -> Tree:
+    """Rows one behind the other; a single part is given as it is, not copied."""
+    return trees[0] if len(trees) == 1 else map(lambda *leaves: np.concatenate(leaves), *trees)
+
+
+def rows(tree: Tree) -> int:
+    """How many rows there are, by the first leaf."""
+    while isinstance(tree, (dict, tuple)):
+        tree = next(iter(tree.values() if isinstance(tree, dict) else tree))
+    return len(tree)
 
 
 class Leaf(NamedTuple):
@@ -145,7 +202,7 @@ def _refuse_objects(array: Array, path: str) -> None:
 def describe(signature: list[list[Any]]) -> str:
     """`{obs: float32[*, 4], act: int64[*]}` from [[path, dtype, shape], ...]."""
     inner = ", ".join(
-        f"{path or 'value'}: {dtype}[{', '.join(map(str, shape))}]"
+        f"{path or 'value'}: {dtype}[{', '.join(str(n) for n in shape)}]"
         for path, dtype, shape in signature
     )
     return "{" + inner + "}"

@@ -15,10 +15,10 @@ from training_programs import as_in_a_worker
 from manyhands import train
 from manyhands.algorithms.base import Alone, recentred
 from manyhands.algorithms.registry import SPECS
-from manyhands.collect.noise import EnvNoise
 from manyhands.collect.rollout import Collector
 from manyhands.config import build
 from manyhands.envs import make_vec
+from manyhands.envs.chance import EnvNoise
 from manyhands.policy import build_model, build_normaliser
 
 ENVS, LENGTH, UPDATES = 4, 32, 5

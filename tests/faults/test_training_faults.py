@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from manyhands import run as running
 from manyhands.cli.main import main
-from manyhands.envs.episode_seeds import EpisodeSeeds
+from manyhands.envs.chance import EpisodeSeeds
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 

@@ -13,7 +13,7 @@ from manyhands.algorithms.base import Alone
 from manyhands.algorithms.ddpg import DDPG
 from manyhands.algorithms.options import DDPGConfig
 from manyhands.collect.exploration import ActionNoise
-from manyhands.collect.noise import EnvNoise
+from manyhands.envs.chance import EnvNoise
 from manyhands.errors import ConfigError
 from manyhands.networks.q import build_bounded_actor
 

@@ -14,7 +14,7 @@ from manyhands.algorithms.base import Alone
 from manyhands.algorithms.dqn import DQN
 from manyhands.algorithms.options import DQNConfig
 from manyhands.collect.exploration import annealed, epsilon_greedy, ladder
-from manyhands.collect.noise import EnvNoise
+from manyhands.envs.chance import EnvNoise
 from manyhands.math import losses
 from manyhands.networks.q import build_q_network
 from manyhands.replay.n_step import NStep

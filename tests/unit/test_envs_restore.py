@@ -12,10 +12,10 @@ import torch
 from resume_programs import Forgetful, Remembers, check_same
 
 from manyhands import seeding
-from manyhands.collect.noise import EnvNoise
 from manyhands.envs import make_vec
-from manyhands.envs.loop import EnvLoop
-from manyhands.envs.replay import ActionLog, keeps_itself
+from manyhands.envs.chance import EnvNoise
+from manyhands.envs.loop import ActionLog, EnvLoop
+from manyhands.envs.restore import keeps_itself
 from manyhands.experiment.state_files import pack, unpack
 from manyhands.streams import global_chance, load_global_chance
 
@@ -64,7 +64,7 @@ def test_an_environment_that_does_not_repeat() -> None:
 def test_playing_again_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     envs, again = (make_vec("CartPole-v1", 2, seed=4) for _ in range(2))
     _, obs = played(envs, envs.reset(), 5, 1)
-    monkeypatch.setattr("manyhands.envs.replay.SECONDS", 0.0)
+    monkeypatch.setattr("manyhands.envs.loop.SECONDS", 0.0)
     restored = again.load_state(envs.state(obs))
     assert restored.restarted == [0, 1]
     assert "takes too long to play again" in restored.reasons[0]
@@ -96,7 +96,7 @@ def test_who_can_say_its_state() -> None:
 
 
 def test_the_log_of_actions_forgets_what_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.envs.replay.LONGEST", 2000)
+    monkeypatch.setattr("manyhands.envs.loop.LONGEST", 2000)
     log, starts, sent = ActionLog(), [0, 0], []
     for clock in range(5000):
         if clock % 7 == 0:

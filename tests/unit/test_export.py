@@ -17,7 +17,8 @@ from gymnasium import spaces
 
 import manyhands as mh
 from manyhands.config import build
-from manyhands.envs.spaces import DictRows, zeros
+from manyhands.envs.adapter import DictRows
+from manyhands.envs.spaces import zeros
 from manyhands.errors import ConfigError
 from manyhands.policy import Policy, build_model, build_normaliser
 

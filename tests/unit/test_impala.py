@@ -14,11 +14,11 @@ from manyhands import wire
 from manyhands.algorithms.base import Alone
 from manyhands.algorithms.impala import IMPALA, normalised_under
 from manyhands.algorithms.options import IMPALAConfig
-from manyhands.collect.noise import EnvNoise
-from manyhands.collect.rollout import Normaliser
 from manyhands.collect.unroll import UnrollCollector, joined
 from manyhands.envs import make_vec
+from manyhands.envs.chance import EnvNoise
 from manyhands.math.returns import gae
+from manyhands.math.running_stats import Normaliser
 from manyhands.networks.build import build_actor_critic
 from manyhands.networks.lstm import build_recurrent
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from manyhands.errors import ConfigError
-from manyhands.math.adam import Adam, clip_by_norm_
+from manyhands.math.optimiser import Adam, clip_by_norm_
 
 SIZE = 1000
 

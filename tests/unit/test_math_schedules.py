@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import ConfigError
-from manyhands.math.schedules import make_schedule
+from manyhands.math.optimiser import make_schedule
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,17 @@ from torch import nn
 
 from manyhands.errors import ConfigError
 from manyhands.math import losses
-from manyhands.math.adam import Adam, clip_by_norm_
-from manyhands.math.densities import for_head
+from manyhands.math.optimiser import Adam, clip_by_norm_
 from manyhands.networks.build import ActorCritic, build_actor_critic
-from manyhands.networks.fast import FastActor
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.gradient import KEPT_SIZES, FastGradient, FastValueGradient, can_learn
+from manyhands.networks.numpy.distributions import for_head
+from manyhands.networks.numpy.mlp import (
+    KEPT_SIZES,
+    FastActor,
+    FastGradient,
+    FastValueGradient,
+    can_learn,
+)
 
 VECTOR = Box(-1.0, 1.0, (4,))
 ACTIONS = {
@@ -82,7 +87,7 @@ def test_the_parameters_are_views_in_order_with_their_values():
     assert torch.equal(flat.data, torch.cat([p.reshape(-1) for p in before.values()]))
     assert list(flat.views()) == list(before)
     flat.data += 1.0
-    flat.array[:] += 1.0
+    flat.data.numpy()[:] += 1.0
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name] + 2.0)
         np.testing.assert_array_equal(flat.views()[name], parameter.detach().numpy())
@@ -170,7 +175,7 @@ def test_frozen_parameters_are_left_alone():
 def test_no_numpy_view_of_another_device():
     flat = FlatParameters(network().to("meta"))
     with pytest.raises(ConfigError, match="no numpy view"):
-        _ = flat.array
+        flat.views()
 
 
 @pytest.mark.gpu

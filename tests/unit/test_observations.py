@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
-from manyhands.collect.observations import appended, copy_into, pick, stacked
+from manyhands.trees import concat as appended
+from manyhands.trees import copy_into
+from manyhands.trees import stack as stacked
+from manyhands.trees import take as pick
 
 PLAIN = np.arange(12.0).reshape(4, 3)
 BOTH = {"a": PLAIN, "b": np.arange(4)}

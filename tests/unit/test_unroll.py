@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from async_programs import impala, unrolls_of
 
-from manyhands.collect.noise import EnvNoise
-from manyhands.collect.rollout import Acted, Normaliser
 from manyhands.collect.unroll import UnrollCollector, joined
 from manyhands.envs import make_vec
+from manyhands.envs.chance import EnvNoise
 from manyhands.errors import ConfigError
+from manyhands.math.running_stats import Normaliser
+from manyhands.types import Acted
 
 
 class Still:

@@ -12,19 +12,12 @@ from __future__ import annotations
 
 import torch
 
-from manyhands.algorithms.base import (
-    Across,
-    Alone,
-    Batch,
-    Info,
-    PolicyGradient,
-    explained_variance,
-    normalised,
-)
+from manyhands.algorithms.base import Across, Alone, PolicyGradient, explained_variance, normalised
 from manyhands.algorithms.options import A2CConfig
 from manyhands.math import losses
-from manyhands.math.schedules import make_schedule
+from manyhands.math.optimiser import make_schedule
 from manyhands.trees import Array
+from manyhands.types import Batch, Info
 
 
 class A2C(PolicyGradient):

@@ -19,20 +19,17 @@ import numpy as np
 import torch
 
 from manyhands import seeding
-from manyhands.collect.rollout import Acted, Actor, Obs, Rollout, rows_of
+from manyhands.collect.rollout import Rollout, rows_of
 from manyhands.errors import WorkerError
 from manyhands.math import losses
-from manyhands.math.adam import Adam, clip_by_norm_
-from manyhands.math.densities import for_head
+from manyhands.math.optimiser import Adam, clip_by_norm_
 from manyhands.math.returns import gae
-from manyhands.networks.build import ActorCritic
-from manyhands.networks.fast import FastActor, can_act, sample
+from manyhands.networks.build import ActorCritic, to_tensor
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.gradient import FastGradient, can_learn
-from manyhands.trees import Array
-
-Batch = dict[str, Any]  # rows: obs, action, logp, value, parameters, advantage, target
-Info = dict[str, float]
+from manyhands.networks.numpy.distributions import for_head, sample
+from manyhands.networks.numpy.mlp import FastActor, FastGradient, can_act, can_learn
+from manyhands.trees import Array, take
+from manyhands.types import Acted, Actor, Batch, Info, Obs
 
 
 class Across(Protocol):
@@ -102,9 +99,7 @@ class Algorithm(ABC):
         self.adam = Adam(self.flat.data[self.moved], lr=0.0, eps=options.adam_epsilon)
         self.rng = seeding.generator(seed, "minibatch")  # the same stream on all workers
         self.version = 0
-        self.actor: Actor = (
-            FastActor(model) if can_act(model) else TorchActor(model, self.device)  # type: ignore[assignment]
-        )
+        self.actor: Actor = FastActor(model) if can_act(model) else TorchActor(model, self.device)
 
     def moved_from(self, model: ActorCritic) -> int:
         """The first of the flat parameters that gradient steps move."""
@@ -323,20 +318,10 @@ def recentred(batch: Batch, actor: Actor, at_once: int = 1024) -> Batch:
     """
     unused = np.random.default_rng(0)  # for actions that nobody takes
     parts = [
-        actor.act(take({"obs": batch["obs"]}, slice(at, at + at_once))["obs"], unused).parameters
+        actor.act(take(batch["obs"], slice(at, at + at_once)), unused).parameters
         for at in range(0, len(batch["logp"]), at_once)
     ]
     return {**batch, "parameters": np.concatenate(parts)}
-
-
-def take(batch: Batch, rows: Array | slice) -> Batch:
-    return {k: take(v, rows) if isinstance(v, dict) else v[rows] for k, v in batch.items()}
-
-
-def to_tensor(x: Any, device: torch.device) -> Any:
-    if isinstance(x, dict):
-        return {k: to_tensor(v, device) for k, v in x.items()}
-    return torch.as_tensor(x).to(device)
 
 
 def normalised(advantage: Array, across: Across, epsilon: float = 1e-8) -> Array:

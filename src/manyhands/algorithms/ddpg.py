@@ -18,19 +18,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.algorithms.base import Batch, Info, to_tensor
 from manyhands.algorithms.off_policy import OffPolicy
 from manyhands.algorithms.options import DDPGConfig
 from manyhands.collect.exploration import ActionNoise
-from manyhands.collect.noise import EnvNoise
-from manyhands.collect.rollout import Obs
+from manyhands.envs.chance import EnvNoise
 from manyhands.math import losses
-from manyhands.math.adam import Adam
-from manyhands.math.schedules import make_schedule
+from manyhands.math.optimiser import Adam, make_schedule
+from manyhands.networks.build import to_tensor
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.numpy_mlp import NumpyMLP
+from manyhands.networks.numpy.mlp import NumpyMLP
 from manyhands.networks.q import BoundedActor
 from manyhands.trees import Array
+from manyhands.types import Batch, Info, Obs
 
 
 class DDPG(OffPolicy):

@@ -18,22 +18,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.algorithms.base import (
-    Across,
-    Alone,
-    Batch,
-    Info,
-    PolicyGradient,
-    to_tensor,
-)
+from manyhands import trees
+from manyhands.algorithms.base import Across, Alone, PolicyGradient
 from manyhands.algorithms.options import IMPALAConfig
-from manyhands.collect.rollout import Obs, Rollout
+from manyhands.collect.rollout import Rollout
 from manyhands.collect.unroll import Unroll
 from manyhands.math import losses
-from manyhands.math.schedules import make_schedule
+from manyhands.math.optimiser import make_schedule
 from manyhands.math.vtrace import vtrace
+from manyhands.networks.build import to_tensor
 from manyhands.networks.lstm import RecurrentActor, RecurrentActorCritic
 from manyhands.trees import Array
+from manyhands.types import Batch, Info
 
 
 class IMPALA(PolicyGradient):
@@ -196,13 +192,9 @@ def _flat(unroll: Any) -> Batch:
     """Observations and actions as rows, time first; the rest as [T, B]."""
     names = ("reward", "terminated", "truncated", "valid", "logp")
     batch: Batch = {name: unroll[name] for name in names}
-    return batch | {name: _rows(unroll[name]) for name in ("obs", "action")}
-
-
-def _rows(x: Obs) -> Obs:
-    if isinstance(x, dict):
-        return {k: _rows(v) for k, v in x.items()}
-    return x.reshape(-1, *x.shape[2:])
+    rows = {name: unroll[name] for name in ("obs", "action")}
+    batch |= trees.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+    return batch
 
 
 def _numpy(x: torch.Tensor) -> Array:

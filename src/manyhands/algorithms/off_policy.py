@@ -18,14 +18,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from manyhands.algorithms.base import Across, Algorithm, Alone, Batch, Info
-from manyhands.collect.noise import EnvNoise
-from manyhands.collect.rollout import Obs
+from manyhands.algorithms.base import Across, Algorithm, Alone
+from manyhands.envs.chance import EnvNoise
 from manyhands.errors import WorkerError
-from manyhands.math.adam import Adam, clip_by_norm_
+from manyhands.math.optimiser import Adam, clip_by_norm_
 from manyhands.networks.flat import FlatParameters
 from manyhands.networks.q import is_plain
 from manyhands.trees import Array
+from manyhands.types import Batch, Info, Obs
 
 NO_ERRORS = np.zeros(0, np.float32)
 

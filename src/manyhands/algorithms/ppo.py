@@ -16,18 +16,12 @@ from typing import Any
 
 import torch
 
-from manyhands.algorithms.base import (
-    Across,
-    Batch,
-    Info,
-    PolicyGradient,
-    explained_variance,
-    normalised,
-)
+from manyhands.algorithms.base import Across, PolicyGradient, explained_variance, normalised
 from manyhands.algorithms.options import PPOConfig
 from manyhands.math import losses
-from manyhands.math.schedules import make_schedule
+from manyhands.math.optimiser import make_schedule
 from manyhands.trees import Array
+from manyhands.types import Batch, Info
 
 
 class PPO(PolicyGradient):

@@ -17,15 +17,8 @@ from typing import Any
 
 import torch
 
-from manyhands.algorithms.base import (
-    Across,
-    Algorithm,
-    Batch,
-    Info,
-    explained_variance,
-    normalised,
-    to_tensor,
-)
+from manyhands import trees
+from manyhands.algorithms.base import Across, Algorithm, explained_variance, normalised
 from manyhands.algorithms.options import TRPOConfig
 from manyhands.errors import ConfigError
 from manyhands.math import losses
@@ -35,9 +28,10 @@ from manyhands.math.natural_gradient import (
     line_search,
     trust_region_step,
 )
-from manyhands.math.schedules import make_schedule
-from manyhands.networks.build import ActorCritic
-from manyhands.networks.gradient import FastValueGradient, can_learn
+from manyhands.math.optimiser import make_schedule
+from manyhands.networks.build import ActorCritic, to_tensor
+from manyhands.networks.numpy.mlp import FastValueGradient, can_learn
+from manyhands.types import Batch, Info
 
 
 class TRPO(Algorithm):
@@ -141,9 +135,7 @@ class TRPO(Algorithm):
         k = max(1, self.options.fisher_every)
         chosen = slice((-first) % k, None, k)
         used = -(-total // k)
-        obs = rows["obs"]
-        some = {n: x[chosen] for n, x in obs.items()} if isinstance(obs, dict) else obs[chosen]
-        parameters = self.model.policy(some)
+        parameters = self.model.policy(trees.take(rows["obs"], chosen))
         kl = self.model.head.kl(parameters.detach(), parameters).sum() / used
         return fisher_product(kl, weights, across.sum)
 

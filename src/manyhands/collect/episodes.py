@@ -26,12 +26,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manyhands.collect.noise import EnvNoise
-from manyhands.collect.observations import stacked
-from manyhands.collect.rollout import Actor, Normaliser, Obs, Rollout
+from manyhands import trees
+from manyhands.collect.rollout import Rollout
 from manyhands.envs.adapter import Episode, Final, VecAdapter
+from manyhands.envs.chance import EnvNoise
 from manyhands.errors import WorkerError
+from manyhands.math.running_stats import Normaliser
 from manyhands.trees import Array
+from manyhands.types import Actor, Obs
 
 LONGEST = 200_000  # steps of one episode; the longest games of Atari take 27,000
 _ROOM = 256  # rows to begin with
@@ -296,7 +298,7 @@ class EpisodeCollector:
     def _bootstrap(self) -> None:
         """V(last observation) where an episode was cut off but did not terminate."""
         if self._cut:
-            finals = stacked([obs for _, obs in self._cut])
+            finals = trees.stack([obs for _, obs in self._cut])
             values = self.actor.value(self.normaliser.apply(finals))
             self._rows["next_value"][[row for row, _ in self._cut]] = values
             self._cut.clear()

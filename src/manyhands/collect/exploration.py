@@ -1,6 +1,6 @@
 """Ways to try what the policy would not do: ε-greedy for choices, noise for numbers.
 
-Every draw comes from the environment's own stream (noise.py), so that runs repeat and a run with
+Every draw comes from the environment's own stream (EnvNoise), so that runs repeat and a run with
 four actors plays the episodes of a run with one.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.collect.noise import EnvNoise
+from manyhands.envs.chance import EnvNoise
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
 

@@ -8,37 +8,18 @@ with what was acted on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
-from manyhands.collect.noise import EnvNoise
-from manyhands.collect.observations import copy_into, pick, stacked
+from manyhands import trees
 from manyhands.envs.adapter import Episode, Final, Step, VecAdapter
+from manyhands.envs.chance import EnvNoise
 from manyhands.envs.spaces import zeros
-from manyhands.math.running_stats import RunningStats
+from manyhands.math.running_stats import Normaliser
 from manyhands.trees import Array
-
-Obs = Any  # an array, or a dict of arrays
-
-
-class Acted(NamedTuple):
-    """What a policy gives for N observations."""
-
-    actions: Array  # [N, ...] as sampled; the env gets them clipped or scaled
-    logp: Array  # behaviour log-probability [N]
-    values: Array  # [N]
-    parameters: Array  # of the distribution [N, P]
-
-
-class Actor(Protocol):
-    """How a collector asks for actions; knows nothing of environments."""
-
-    def act(self, obs: Obs, noise: Any) -> Acted: ...
-
-    def value(self, obs: Obs) -> Array: ...
+from manyhands.types import Acted, Actor, Obs
 
 
 @dataclass
@@ -68,73 +49,6 @@ class Rollout:
         return 0.0
 
 
-class Normaliser:
-    """Observations and rewards on a common scale, from statistics of all workers.
-
-    The reward is divided by the deviation of the discounted return so far; its sign survives.
-    """
-
-    def __init__(self, observation_space: Any, obs: bool, rewards: bool, gamma: float) -> None:
-        shape = tuple(observation_space.shape or ())
-        self.obs = RunningStats(shape) if obs else None
-        self.returns = RunningStats(()) if rewards else None
-        self._gamma = gamma
-        self._running: Array | None = None  # discounted return so far, per environment
-
-    def see(self, raw: Obs) -> Obs:
-        """Count raw observations [B, ...] and give them normalised."""
-        if self.obs is None:
-            return raw
-        self.obs.update(raw)
-        return self.obs.normalise(raw)
-
-    def apply(self, raw: Obs) -> Obs:
-        """Normalise without counting: final observations, evaluation."""
-        return raw if self.obs is None else self.obs.normalise(raw)
-
-    def scale(self, reward: Array, ended: Array) -> None:
-        """Scale rewards [B] in place."""
-        if self.returns is None:
-            return
-        if self._running is None:
-            self._running = np.zeros(len(reward))
-        self._running = self._running * self._gamma + reward
-        self.returns.update(self._running)
-        reward[:] = self.returns.normalise(reward, center=False)
-        self._running[ended] = 0.0
-
-    def synchronise(self, total: Callable[[Array], Array] | None) -> None:
-        """Merge what all workers have seen. CRUCIAL: only when no value is to be computed from
-        observations that were normalised before."""
-        for stats in (self.obs, self.returns):
-            if stats is not None:
-                stats.synchronise(total)
-
-    def state(self) -> dict[str, Any]:
-        """What a trained policy needs: the statistics."""
-        parts = {"obs": self.obs, "returns": self.returns}
-        return {name: stats.state() for name, stats in parts.items() if stats is not None}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        for name, stats in (("obs", self.obs), ("returns", self.returns)):
-            if stats is not None:
-                stats.load_state(state[name])
-
-    def training_state(self) -> dict[str, Any]:
-        """What a resumed run needs: the discounted returns of the running episodes as well."""
-        return {"statistics": self.state(), "running": self._running}
-
-    def load_training_state(self, state: dict[str, Any]) -> None:
-        self.load_state(state["statistics"])
-        running = state["running"]
-        self._running = None if running is None else np.array(running)
-
-    def forget(self, envs: list[int]) -> None:
-        """These environments begin new episodes: their discounted returns begin at zero."""
-        if self._running is not None:
-            self._running[envs] = 0.0
-
-
 class Collector:
     """Steps the environments of one worker with the current policy."""
 
@@ -158,13 +72,13 @@ class Collector:
         """The next T steps of every environment."""
         if not self._begun:
             self._begun = True
-            self.envs.reset(pick(self._raw, 0))
+            self.envs.reset(trees.take(self._raw, 0))
         else:
-            copy_into(pick(self._raw, 0), pick(self._raw, self.length))
+            trees.copy_into(trees.take(self._raw, 0), trees.take(self._raw, self.length))
         ends: list[tuple[int, Final]] = []
         episodes: list[Episode] = []
         for t, row in enumerate(self._rows):
-            seen = self.normaliser.see(pick(self._raw, t))
+            seen = self.normaliser.see(trees.take(self._raw, t))
             acted = self.actor.act(seen, self.noise)
             out = self._remember(t, seen, acted)
             self.envs.step(acted.actions, row)
@@ -172,7 +86,7 @@ class Collector:
                 ends += [(t, final) for final in row.finals]
                 episodes += row.episodes
             self.normaliser.scale(row.reward, row.terminated | row.truncated)
-        last = self.normaliser.apply(pick(self._raw, self.length))
+        last = self.normaliser.apply(trees.take(self._raw, self.length))
         out.next_value[:-1] = out.value[1:]
         out.next_value[-1] = self.actor.value(last)
         self._bootstrap(out, ends)
@@ -184,7 +98,7 @@ class Collector:
 
         Not in it: the policy and the normaliser, which are not the collector's own.
         """
-        envs = self.envs.state(pick(self._raw, self.length)) if self._begun else None
+        envs = self.envs.state(trees.take(self._raw, self.length)) if self._begun else None
         return {"envs": envs, "noise": self.noise.state()}
 
     def load_state(self, state: dict[str, Any]) -> list[str]:
@@ -198,7 +112,7 @@ class Collector:
             return []
         self._begun = True
         restored = self.envs.load_state(state["envs"])
-        copy_into(pick(self._raw, self.length), restored.obs)
+        trees.copy_into(trees.take(self._raw, self.length), restored.obs)
         self.normaliser.forget(restored.restarted)
         return restored.reasons
 
@@ -216,7 +130,9 @@ class Collector:
         def like(x: Array) -> Array:
             return np.zeros((self.length, *x.shape), x.dtype)
 
-        obs = self._normal if self._normal is not None else pick(self._raw, slice(self.length))
+        obs = (
+            self._normal if self._normal is not None else trees.take(self._raw, slice(self.length))
+        )
         return Rollout(
             obs=obs,
             action=like(acted.actions),
@@ -235,14 +151,14 @@ class Collector:
         cut = [(t, final) for t, final in ends if not out.terminated[t, final.env]]
         if not cut:
             return
-        finals = stacked([final.obs for _, final in cut])
+        finals = trees.stack([final.obs for _, final in cut])
         values = self.actor.value(self.normaliser.apply(finals))
         for (t, final), value in zip(cut, values, strict=True):
             out.next_value[t, final.env] = value
 
     def _row(self, t: int) -> Step:
         flags = {name: flag[t] for name, flag in self._flags.items()}
-        return Step(obs=pick(self._raw, t + 1), reward=self._reward[t], **flags)
+        return Step(obs=trees.take(self._raw, t + 1), reward=self._reward[t], **flags)
 
 
 def rows_of(x: Obs, valid: Array) -> Obs:
@@ -251,7 +167,10 @@ def rows_of(x: Obs, valid: Array) -> Obs:
     WHY environment first: joined in order of workers, rows of all workers then stand in the same
     order whatever the number of workers.
     """
-    if isinstance(x, dict):
-        return {k: rows_of(v, valid) for k, v in x.items()}
-    flat = x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
-    return flat if valid.all() else flat[valid.swapaxes(0, 1).reshape(-1)]
+    kept = None if valid.all() else valid.swapaxes(0, 1).reshape(-1)
+
+    def flat(part: Array) -> Array:
+        rows: Array = part.swapaxes(0, 1).reshape(-1, *part.shape[2:])
+        return rows if kept is None else rows[kept]
+
+    return trees.map(flat, x)

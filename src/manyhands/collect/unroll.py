@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manyhands.collect.noise import EnvNoise
-from manyhands.collect.observations import appended, copy_into, pick, stacked
-from manyhands.collect.rollout import Acted, Actor, Normaliser, Obs
+from manyhands import trees
 from manyhands.envs.adapter import Final, Step, VecAdapter
+from manyhands.envs.chance import EnvNoise
 from manyhands.envs.spaces import zeros
 from manyhands.errors import ConfigError
+from manyhands.math.running_stats import Normaliser
 from manyhands.trees import Array
+from manyhands.types import Acted, Actor, Obs
 
 Unroll = dict[str, Any]
 COLUMNS = ("action", "logp", "reward", "terminated", "truncated", "valid")
@@ -79,7 +80,7 @@ class UnrollCollector:
         self._store["reward"] = np.zeros((length, b), np.float32)
         self._rows = [
             Step(
-                obs=pick(self._raw, t + 1),
+                obs=trees.take(self._raw, t + 1),
                 reward=self._store["reward"][t],
                 **{name: self._store[name][t] for name in flags},
             )
@@ -96,7 +97,7 @@ class UnrollCollector:
         start, before = self._start(), self.state.copy()
         ends: list[tuple[int, Final]] = []
         for t, row in enumerate(self._rows):
-            seen = self.normaliser.see(pick(self._raw, t))
+            seen = self.normaliser.see(trees.take(self._raw, t))
             self._put_seen(t, seen)
             acted = self._act(seen, t)
             self._remember(t, acted)
@@ -107,7 +108,7 @@ class UnrollCollector:
             over = row.terminated | row.truncated
             self._first[t + 1] = over | (self._first[t] & ~row.valid)
             self.normaliser.scale(row.reward, over)
-        self._put_seen(self.length, self.normaliser.apply(pick(self._raw, self.length)))
+        self._put_seen(self.length, self.normaliser.apply(trees.take(self._raw, self.length)))
         self.valid_steps = int(self._store["valid"].sum()) + self._carried
         self._carried = 0
         whole = self._as_one(before, ends, version)
@@ -120,9 +121,9 @@ class UnrollCollector:
     def _start(self) -> bool:
         if not self._begun:
             self._begun = True
-            self.envs.reset(pick(self._raw, 0))
+            self.envs.reset(trees.take(self._raw, 0))
             return True
-        copy_into(pick(self._raw, 0), pick(self._raw, self.length))
+        trees.copy_into(trees.take(self._raw, 0), trees.take(self._raw, self.length))
         self._first[0] = self._first[self.length]
         return False
 
@@ -149,12 +150,12 @@ class UnrollCollector:
         cut = [(t, f) for t, f in ends if not store["terminated"][t, f.env]]
         open_envs = np.flatnonzero(~(store["terminated"][last] | store["truncated"][last]))
         at = [(last, int(b)) for b in open_envs] + [(t, f.env) for t, f in cut]
-        edges = pick(pick(self._seen, self.length), open_envs)
+        edges = trees.take(trees.take(self._seen, self.length), open_envs)
         if cut:
-            finals = self.normaliser.apply(stacked([f.obs for _, f in cut]))
-            edges = appended([edges, finals])
+            finals = self.normaliser.apply(trees.stack([f.obs for _, f in cut]))
+            edges = trees.concat([edges, finals])
         unroll = {name: store[name] for name in COLUMNS} | {
-            "obs": pick(self._seen, slice(self.length)),
+            "obs": trees.take(self._seen, slice(self.length)),
             "edges": edges,
             "edge_at": np.array(at, np.int64).reshape(-1, 2),
             "version": version,
@@ -209,7 +210,7 @@ def joined(unrolls: Sequence[Unroll]) -> Unroll:
     length = max(len(u["reward"]) for u in unrolls)
     out: Unroll = {name: _beside([u[name] for u in unrolls], length) for name in COLUMNS}
     out["obs"] = _beside([u["obs"] for u in unrolls], length)
-    out["edges"] = appended([u["edges"] for u in unrolls])
+    out["edges"] = trees.concat([u["edges"] for u in unrolls])
     widths = [u["reward"].shape[1] for u in unrolls]
     shifts = np.cumsum([0, *widths[:-1]])
     at = [u["edge_at"] + [0, shift] for u, shift in zip(unrolls, shifts, strict=True)]
@@ -222,44 +223,33 @@ def joined(unrolls: Sequence[Unroll]) -> Unroll:
 
 
 def _beside(parts: list[Obs], length: int) -> Obs:
-    if isinstance(parts[0], dict):
-        return {k: _beside([p[k] for p in parts], length) for k in parts[0]}
-    if all(len(p) == length for p in parts):
-        return np.concatenate(parts, axis=1)
-    padded = []
-    for part in parts:
+    def padded(part: Array) -> Array:
+        if len(part) == length:
+            return part
         room = np.zeros((length, *part.shape[1:]), part.dtype)
         room[: len(part)] = part
-        padded.append(room)
-    return np.concatenate(padded, axis=1)
+        return room
+
+    return trees.map(lambda *xs: np.concatenate([padded(x) for x in xs], axis=1), *parts)
 
 
 def _owned(whole: Unroll) -> Unroll:
     """Copied out of storage that will be used again. WHY: where one worker acts and learns, no
     channel copies it, and a replay, or an update of several unrolls, would hold the newest only."""
-
-    def own(x: Any) -> Any:
-        if isinstance(x, dict):
-            return {k: own(v) for k, v in x.items()}
-        return x.copy() if isinstance(x, np.ndarray) else x
-
-    return {name: own(x) for name, x in whole.items()}
+    owned: Unroll = trees.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, whole)
+    return owned
 
 
 def _piece(whole: Unroll, b: int, start: int, stop: int) -> Unroll:
     """Rows of one environment, copied out of storage that will be used again."""
-
-    def cut(x: Obs) -> Obs:
-        if isinstance(x, dict):
-            return {k: cut(v) for k, v in x.items()}
-        return x[start:stop, b : b + 1].copy()
-
     names = (*COLUMNS, "obs", *(["first"] if "first" in whole else []))
-    piece: Unroll = {name: cut(whole[name]) for name in names}
+    piece: Unroll = trees.map(
+        lambda x: x[start:stop, b : b + 1].copy(), {name: whole[name] for name in names}
+    )
     at = whole["edge_at"]
     mine = (at[:, 1] == b) & (at[:, 0] >= start) & (at[:, 0] < stop)
     mine &= at[:, 0] == stop - 1  # an end; where the piece merely stops, its lane goes on
-    piece["edges"], piece["edge_at"] = pick(whole["edges"], mine), at[mine] - [start, b]
+    piece["edges"], piece["edge_at"] = trees.take(whole["edges"], mine), at[mine] - [start, b]
     if "state" in whole:
         # An LSTM starts an episode from nothing: only the first piece of a lane keeps it, as zeros.
         piece["state"] = np.zeros((1, whole["state"].shape[1]), np.float32)
@@ -270,7 +260,7 @@ def _end_to_end(pieces: list[Unroll], version: int) -> Unroll:
     """The pieces of one episode as one unroll; only the last one's edge is an edge of it."""
     last, before = pieces[-1], sum(len(p["reward"]) for p in pieces[:-1])
     names = [n for n in last if n not in ("edges", "edge_at", "state")]
-    out: Unroll = {n: appended([p[n] for p in pieces]) for n in names}
+    out: Unroll = {n: trees.concat([p[n] for p in pieces]) for n in names}
     out |= {"edges": last["edges"], "edge_at": last["edge_at"] + [before, 0], "version": version}
     if "state" in last:
         out["state"] = last["state"]

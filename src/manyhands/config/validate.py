@@ -30,7 +30,7 @@ from manyhands.config import (
 )
 from manyhands.engines import joined
 from manyhands.errors import ConfigError, ManyhandsError, needs
-from manyhands.math.schedules import make_schedule
+from manyhands.math.optimiser import make_schedule
 
 _AT_LEAST_ONE = ("workers", "steps", "num_envs", "rollout_length", "log_every")
 _MAY_BE_NEGATIVE = ("target_return",)
@@ -314,7 +314,8 @@ def _look_at(run: RunConfig) -> Iterator[str]:
 def _space_faults(run: RunConfig, observations: Any, actions: Any) -> Iterator[str]:
     from gymnasium.spaces import Box
 
-    from manyhands.envs.spaces import ActionMap, check_observation_space
+    from manyhands.envs.adapter import ActionMap
+    from manyhands.envs.spaces import check_observation_space
 
     for look in (
         lambda: check_observation_space(observations),

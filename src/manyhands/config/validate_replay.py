@@ -7,7 +7,7 @@ from typing import Any
 
 from manyhands.config import Experiment
 from manyhands.errors import ConfigError
-from manyhands.math.schedules import make_schedule
+from manyhands.math.optimiser import make_schedule
 
 
 def faults(experiment: Experiment) -> Iterator[str]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from manyhands import gymnasium_ids
 from manyhands.envs import toys
-from manyhands.envs.adapter import Episode, Final, Step, VecAdapter
+from manyhands.envs.adapter import ActionMap, Episode, Final, Step, VecAdapter
 from manyhands.envs.check import check_env
 from manyhands.envs.loop import EnvLoop
 from manyhands.envs.make import make_vec, seeded_vector
-from manyhands.envs.spaces import ActionMap
 from manyhands.envs.vector import VectorAdapter
 
 gymnasium_ids.register()

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from manyhands.envs.adapter import VecAdapter
+from manyhands.envs.adapter import BoxActions, VecAdapter
 from manyhands.envs.loop import EnvLoop
 from manyhands.envs.registry import EnvSource, env_factory, is_atari, known_id, register_atari
-from manyhands.envs.spaces import BoxActions
 from manyhands.envs.vector import VectorAdapter
 from manyhands.errors import ConfigError
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from manyhands import seeding
+from manyhands.envs.adapter import BoxActions
 from manyhands.envs.registry import unknown_id
-from manyhands.envs.spaces import BoxActions
 from manyhands.envs.vector import VectorAdapter
 from manyhands.errors import ConfigError, needs
 

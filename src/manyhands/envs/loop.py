@@ -15,24 +15,84 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from manyhands.envs import replay
-from manyhands.envs.adapter import Final, Restored, Step, VecAdapter
-from manyhands.envs.own_chance import OwnChance
-from manyhands.envs.replay import ActionLog, own_state, put_back, same
-from manyhands.envs.spaces import (
-    Array,
+from manyhands.envs.adapter import (
     BoxActions,
     DictRows,
+    Final,
     FiniteCheck,
-    Obs,
+    Restored,
+    Step,
+    VecAdapter,
     copy_single,
-    shape_fault,
     take_row,
-    zeros,
 )
+from manyhands.envs.chance import OwnChance
+from manyhands.envs.restore import own_state, put_back, same
+from manyhands.envs.spaces import shape_fault, zeros
 from manyhands.errors import ConfigError, WorkerError
+from manyhands.trees import Array
+from manyhands.types import Obs
+
+LONGEST = 100_000  # steps of an episode that is played again; a longer one is not gone on with
+SECONDS = 30.0  # that playing again may take on a worker; the others wait for it
+_ROOM, _MOST_BYTES = 256, 256 << 20
 
 EnvFactory = Callable[[], gymnasium.Env[Any, Any]]
+
+
+class ActionLog:
+    """The actions since the oldest running episode began, [room, B, ...]; the oldest go first.
+
+    Every episode has its own seed, so `reset(seed)` and the same actions play it again: that is how
+    a running episode is gone on with after a resume. One row is written for each step of all
+    environments together, about 0.3 µs (a step of one CartPole takes 10).
+    """
+
+    def __init__(self) -> None:
+        self._rows: Array = np.zeros(0)
+        self._room = 0
+        self._first = 0  # the clock at row 0
+        self._at = 0  # rows that are in use
+
+    def add(self, sent: Array, starts: Sequence[int]) -> None:
+        """What was sent in this step; `starts` is when the running episodes began."""
+        if self._at >= self._room:
+            self._make_room(sent, starts)
+        self._rows[self._at] = sent
+        self._at += 1
+
+    def of(self, env: int, start: int) -> Array | None:
+        """The actions of an env since `start`; None if that is too long ago."""
+        if start < self._first:
+            return None
+        return self._rows[start - self._first : self._at, env].copy()
+
+    def load(self, clock: int, actions: Sequence[Array | None]) -> None:
+        """Go on from what `of` gave for each env."""
+        kept = [(i, a) for i, a in enumerate(actions) if a is not None]
+        length = max((len(a) for _, a in kept), default=0)
+        self._first, self._at, self._room = clock - length, length, 0
+        if kept:
+            shape, dtype = kept[0][1].shape[1:], kept[0][1].dtype
+            self._rows = np.zeros((length, len(actions), *shape), dtype)
+            for i, a in kept:
+                self._rows[length - len(a) :, i] = a
+            self._room = length
+
+    def _make_room(self, sent: Array, starts: Sequence[int]) -> None:
+        clock = self._first + self._at
+        longest = min(LONGEST, max(_ROOM, _MOST_BYTES // max(1, sent.nbytes)))
+        oldest = max(min(starts), clock - longest)
+        kept = self._rows[max(0, oldest - self._first) : self._at]
+        if self._room == 0 or len(kept) > self._room // 2:
+            self._room = max(_ROOM, 2 * len(kept))
+            rows = np.zeros((self._room, *sent.shape), sent.dtype)
+            if len(kept):
+                rows[: len(kept)] = kept
+            self._rows = rows
+        else:
+            self._rows[: len(kept)] = kept  # numpy minds that the two may overlap
+        self._first, self._at = clock - len(kept), len(kept)
 
 
 class EnvLoop(VecAdapter):
@@ -168,7 +228,7 @@ class EnvLoop(VecAdapter):
         obs = zeros(self.observation_space, (self.num_envs,))
         rows = obs if self._plain else DictRows(obs)
         reasons: dict[int, str] = {}
-        deadline = time.perf_counter() + replay.SECONDS
+        deadline = time.perf_counter() + SECONDS
         for i in self._numbers:
             rows[i] = take_row(state["obs"], i)
             if fault := self._go_on(i, state, deadline):
@@ -203,7 +263,7 @@ class EnvLoop(VecAdapter):
             if ended:
                 break
             if time.perf_counter() > deadline:
-                return f"takes too long to play again (more than {replay.SECONDS:g} s)"
+                return f"takes too long to play again (more than {SECONDS:g} s)"
             value, reward, terminated, truncated, _ = self._steps[i](action)
             self._leave_chance()  # after each step, as in step()
             self._returns[i] += reward  # in the environment's own type, as in step()

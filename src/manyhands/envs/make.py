@@ -10,10 +10,9 @@ import gymnasium
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 
 from manyhands import seeding
-from manyhands.envs.adapter import VecAdapter
+from manyhands.envs.adapter import BoxActions, VecAdapter
 from manyhands.envs.loop import EnvLoop
 from manyhands.envs.registry import EnvSource, env_factory, friendly_errors, is_atari, resolve
-from manyhands.envs.spaces import BoxActions
 from manyhands.envs.vector import VectorAdapter
 from manyhands.errors import ConfigError
 

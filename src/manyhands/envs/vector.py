@@ -17,9 +17,19 @@ from typing import Any, Literal
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
-from manyhands.envs.adapter import Final, Restored, Step, VecAdapter
-from manyhands.envs.spaces import Array, BoxActions, Obs, copy_single, take_row
+from manyhands import trees
+from manyhands.envs.adapter import (
+    BoxActions,
+    Final,
+    Restored,
+    Step,
+    VecAdapter,
+    copy_single,
+    take_row,
+)
 from manyhands.errors import ConfigError
+from manyhands.trees import Array
+from manyhands.types import Obs
 
 SeedStyle = Literal["list", "array", "int", "at_creation"]
 
@@ -94,7 +104,7 @@ class VectorAdapter(VecAdapter):
         self._totals[:] = 0.0
         self._running = True
         obs = self.blank().obs if out is None else out
-        _copy_into(obs, given)
+        trees.copy_into(obs, given)
         self._check_row(obs)
         return obs
 
@@ -109,7 +119,7 @@ class VectorAdapter(VecAdapter):
         np.logical_and(truncated, row.valid, out=row.truncated)
         reward = np.where(row.valid, reward, 0.0)
         self._count(reward, row.valid)
-        _copy_into(row.obs, obs)
+        trees.copy_into(row.obs, obs)
         done = row.terminated | row.truncated
         self._check_row(row.obs)
         row.reward[:] = reward
@@ -179,7 +189,7 @@ class VectorAdapter(VecAdapter):
         obs, _ = self.env.reset(seed=argument, options={"reset_mask": mask})
         for i in map(int, ended):
             self._begin(i, seeds[i])
-        _copy_into(row.obs, obs, ended)
+        trees.put(row.obs, ended, trees.take(obs, ended))
 
     def _seed_argument(self, seeds: list[int | None]) -> Any:
         if seeds[0] is None or self._seed_style == "at_creation":
@@ -193,11 +203,3 @@ class VectorAdapter(VecAdapter):
 
 def _seed_style(env: VectorEnv) -> SeedStyle:
     return "list" if isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) else "int"
-
-
-def _copy_into(target: Obs, source: Obs, rows: Any = ...) -> None:
-    if isinstance(target, dict):
-        for key, part in target.items():
-            part[rows] = source[key][rows]
-    else:
-        target[rows] = source[rows]

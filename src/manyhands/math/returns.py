@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from manyhands.errors import ConfigError
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from manyhands.trees import Array
 
 
 class Advantages(NamedTuple):

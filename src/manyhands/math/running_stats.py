@@ -10,7 +10,7 @@ was when the policy acted on it; (2) only `pending` ever travels, so history tha
 is counted once, not once per worker and merge.
 
 Moments are merged by Chan's formula in float64: sums of squares would lose the small spread of a
-feature with a large mean.
+feature with a large mean. `Normaliser` is what a run uses them for: observations and rewards.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from manyhands.errors import ConfigError
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from manyhands.trees import Array
+from manyhands.types import Obs
 
 # Rows and bytes (in float64) of which the moments are taken at once: on the few rows of one step
 # numpy's calls cost far more than its sums. Rows as large as images are taken as they come.
@@ -199,6 +199,73 @@ class RunningStats:
         # float32 copies made once per merge: `normalise` runs on every step of every worker.
         self._offset = np.asarray(self.mean, np.float32)
         self._scale = np.asarray(1.0 / np.sqrt(self.variance + self.epsilon), np.float32)
+
+
+class Normaliser:
+    """Observations and rewards on a common scale, from statistics of all workers.
+
+    The reward is divided by the deviation of the discounted return so far; its sign survives.
+    """
+
+    def __init__(self, observation_space: Any, obs: bool, rewards: bool, gamma: float) -> None:
+        shape = tuple(observation_space.shape or ())
+        self.obs = RunningStats(shape) if obs else None
+        self.returns = RunningStats(()) if rewards else None
+        self._gamma = gamma
+        self._running: Array | None = None  # discounted return so far, per environment
+
+    def see(self, raw: Obs) -> Obs:
+        """Count raw observations [B, ...] and give them normalised."""
+        if self.obs is None:
+            return raw
+        self.obs.update(raw)
+        return self.obs.normalise(raw)
+
+    def apply(self, raw: Obs) -> Obs:
+        """Normalise without counting: final observations, evaluation."""
+        return raw if self.obs is None else self.obs.normalise(raw)
+
+    def scale(self, reward: Array, ended: Array) -> None:
+        """Scale rewards [B] in place."""
+        if self.returns is None:
+            return
+        if self._running is None:
+            self._running = np.zeros(len(reward))
+        self._running = self._running * self._gamma + reward
+        self.returns.update(self._running)
+        reward[:] = self.returns.normalise(reward, center=False)
+        self._running[ended] = 0.0
+
+    def synchronise(self, total: Callable[[Array], Array] | None) -> None:
+        """Merge what all workers have seen. CRUCIAL: only when no value is to be computed from
+        observations that were normalised before."""
+        for stats in (self.obs, self.returns):
+            if stats is not None:
+                stats.synchronise(total)
+
+    def state(self) -> dict[str, Any]:
+        """What a trained policy needs: the statistics."""
+        parts = {"obs": self.obs, "returns": self.returns}
+        return {name: stats.state() for name, stats in parts.items() if stats is not None}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        for name, stats in (("obs", self.obs), ("returns", self.returns)):
+            if stats is not None:
+                stats.load_state(state[name])
+
+    def training_state(self) -> dict[str, Any]:
+        """What a resumed run needs: the discounted returns of the running episodes as well."""
+        return {"statistics": self.state(), "running": self._running}
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        self.load_state(state["statistics"])
+        running = state["running"]
+        self._running = None if running is None else np.array(running)
+
+    def forget(self, envs: list[int]) -> None:
+        """These environments begin new episodes: their discounted returns begin at zero."""
+        if self._running is not None:
+            self._running[envs] = 0.0
 
 
 def _pooled(own: Moments, total: Callable[[Array], Array]) -> Moments:

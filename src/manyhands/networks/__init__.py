@@ -2,5 +2,6 @@
 
 build.py    spaces -> ActorCritic; forward(observations) -> (distribution parameters, values)
 heads.py    what the distribution parameters mean: sample, log_prob, entropy, kl, mode
-fast.py     the same forward pass and sampling in numpy, for acting on small batches
+numpy/      the same in numpy, several times as fast on small networks: forward and backward passes
+            (mlp.py), the distributions (distributions.py)
 """

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from manyhands import trees
 from manyhands.errors import ConfigError
 from manyhands.networks.cnn import ImageEncoder
-from manyhands.networks.heads import Array, DiagonalGaussian, Head, make_head
+from manyhands.networks.heads import DiagonalGaussian, Head, make_head
 from manyhands.networks.mlp import linear, mlp
+from manyhands.trees import Array
 
 Observations = Any  # a tensor [N, ...], or a (nested) dict of them
 
@@ -234,6 +236,11 @@ def build_actor_critic(
         initial_log_std=initial_log_std,
         generator=generator,
     )
+
+
+def to_tensor(x: Any, device: torch.device) -> Any:
+    """An array, or a tree of arrays, on the device."""
+    return trees.map(lambda leaf: torch.as_tensor(leaf).to(device), x)
 
 
 def has_image(encoder: nn.Module) -> bool:

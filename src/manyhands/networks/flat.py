@@ -13,15 +13,11 @@ create_graph) breaks them; `check()` says so. Move the module first, then make F
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from manyhands.errors import ConfigError
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from manyhands.trees import Array
 
 
 class FlatParameters:
@@ -48,11 +44,6 @@ class FlatParameters:
     def size(self) -> int:
         """The number of parameters."""
         return self.data.numel()
-
-    @property
-    def array(self) -> Array:
-        """`data` as a numpy view; on the CPU only."""
-        return _numpy(self.data)
 
     def views(self) -> dict[str, Array]:
         """Numpy views of the parameters by name, in flat order; on the CPU only."""

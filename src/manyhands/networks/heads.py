@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from manyhands.errors import ConfigError
+from manyhands.trees import Array
 
-Array = np.ndarray[Any, np.dtype[Any]]
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 UNBOUNDED = 1e30
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manyhands.collect.rollout import Acted, Obs
+from manyhands import trees
 from manyhands.networks.build import (
     POLICY_GAIN,
     VALUE_GAIN,
@@ -25,10 +25,13 @@ from manyhands.networks.build import (
     Observations,
     has_image,
     make_encoder,
+    to_tensor,
 )
-from manyhands.networks.fast import sample
-from manyhands.networks.heads import Array, DiagonalGaussian, Head, make_head
+from manyhands.networks.heads import DiagonalGaussian, Head, make_head
 from manyhands.networks.mlp import linear, mlp, untouched_chance
+from manyhands.networks.numpy.distributions import sample
+from manyhands.trees import Array
+from manyhands.types import Acted, Obs
 
 
 class RecurrentActorCritic(nn.Module):
@@ -85,8 +88,8 @@ class RecurrentActorCritic(nn.Module):
         return self.step(observations, self._nothing(observations))[1]
 
     def _nothing(self, observations: Observations) -> Tensor:
-        some = next(iter(observations.values())) if isinstance(observations, dict) else observations
-        return torch.zeros(len(some), self.state_size, device=some.device)
+        rows, device = trees.rows(observations), self.policy_out.weight.device
+        return torch.zeros(rows, self.state_size, device=device)
 
     def unroll(
         self, observations: Observations, state: Tensor, first: Tensor, length: int
@@ -124,7 +127,7 @@ class RecurrentActor:
     def act_with(self, obs: Obs, noise: Any, state: Array) -> tuple[Acted, Array]:
         """(what is done, the next state [N, S])."""
         parameters, values, after = self._model.step(
-            _tensor(obs, self._device), torch.as_tensor(state, device=self._device)
+            to_tensor(obs, self._device), torch.as_tensor(state, device=self._device)
         )
         numbers = parameters.cpu().numpy()
         actions, logp = sample(self._model.head, numbers, noise)
@@ -138,12 +141,11 @@ class RecurrentActor:
     def value(self, obs: Obs) -> Array:
         """Of the first step of episodes."""
         state = torch.as_tensor(self._nothing(obs), device=self._device)
-        values: Array = self._model.step(_tensor(obs, self._device), state)[1].cpu().numpy()
+        values: Array = self._model.step(to_tensor(obs, self._device), state)[1].cpu().numpy()
         return values
 
     def _nothing(self, obs: Obs) -> Array:
-        rows = len(next(iter(obs.values())) if isinstance(obs, dict) else obs)
-        return np.zeros((rows, self._model.state_size), np.float32)
+        return np.zeros((trees.rows(obs), self._model.state_size), np.float32)
 
 
 def build_recurrent(
@@ -166,9 +168,3 @@ def build_recurrent(
         activation=activation,
         generator=generator,
     )
-
-
-def _tensor(x: Any, device: torch.device) -> Any:
-    if isinstance(x, dict):
-        return {k: _tensor(v, device) for k, v in x.items()}
-    return torch.as_tensor(x).to(device)

@@ -24,9 +24,6 @@ from manyhands.networks.build import Encoder, Observations, has_image, make_enco
 from manyhands.networks.heads import Categorical, DiagonalGaussian
 from manyhands.networks.mlp import linear, mlp
 
-if TYPE_CHECKING:
-    pass
-
 OUT_GAIN, ACTOR_GAIN = 1.0, 0.01
 _NO_NOISE = 1e-8  # a deviation of zero, of which the logarithm can be taken
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from manyhands import trees
 from manyhands.errors import ConfigError
 from manyhands.replay.ring import build, layout_of, pick
 from manyhands.trees import Array, Tree
@@ -87,7 +88,7 @@ class NStep:
 
     def _keep(self, start: Tree, there: Array) -> None:
         if not self._kept:
-            row = _map(start, lambda x: np.asarray(x)[0])
+            row = trees.map(lambda x: np.asarray(x)[0], start)
             taken = {"reward", "next_obs", "discount", "steps"} & set(start)
             if taken:
                 raise ConfigError(f"n-step: {sorted(taken)} is added here; give it another name")
@@ -138,10 +139,4 @@ class NStep:
 
 
 def _rows(tree: Tree, which: Array) -> Tree:
-    return _map(tree, lambda x: np.asarray(x)[which])
-
-
-def _map(tree: Tree, function: Any) -> Tree:
-    if isinstance(tree, dict):
-        return {key: _map(part, function) for key, part in tree.items()}
-    return function(tree)
+    return trees.map(lambda x: np.asarray(x)[which], tree)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from manyhands import trees
 from manyhands.engines.base import DEFAULT_TIMEOUT
 from manyhands.errors import CollectiveError
 from manyhands.replay.buffer import frames_of
@@ -128,10 +129,7 @@ class FarRing:
         self.flush()
         frames = self.frames.take()
         self._sent = self._service.call_async("append", self._shard, rows, priorities, frames)
-        first: Any = rows
-        while isinstance(first, dict):
-            first = next(iter(first.values()))
-        self.written += len(np.asarray(first))
+        self.written += trees.rows(rows)
         return ticket
 
     def clear(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from manyhands import seeding
-from manyhands.algorithms.base import Across, Batch, take
+from manyhands.algorithms.base import Across
 from manyhands.algorithms.off_policy import OffPolicy
 from manyhands.engines.group import Group
 from manyhands.errors import CollectiveError
@@ -34,7 +34,8 @@ from manyhands.strategies.off_policy import (
     load_own_state,
     own_state,
 )
-from manyhands.trees import Array
+from manyhands.trees import Array, take
+from manyhands.types import Batch
 
 REPLAY, DESK = "manyhands: replay", "manyhands: desk"
 

@@ -18,12 +18,12 @@ import torch
 
 from manyhands import devices, roles, seeding
 from manyhands.algorithms.base import Algorithm
-from manyhands.collect.noise import EnvNoise
 from manyhands.config import Experiment
 from manyhands.engines.base import Channel, WeightStore, Worker, cores
 from manyhands.engines.group import Group
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import VecAdapter
+from manyhands.envs.chance import EnvNoise
 from manyhands.errors import CollectiveError, WorkerError
 from manyhands.experiment.timing import Phases
 from manyhands.math.running_stats import Moments, RunningStats

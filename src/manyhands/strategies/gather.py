@@ -21,10 +21,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from manyhands.algorithms.base import Alone, Batch, recentred, take
+from manyhands.algorithms.base import Alone, recentred
 from manyhands.collect.rollout import Collector, Rollout
 from manyhands.policy import build_normaliser
 from manyhands.strategies.team import Team
+from manyhands.trees import take
+from manyhands.types import Batch
 
 
 def run(team: Team) -> None:

@@ -23,15 +23,15 @@ import numpy as np
 import torch
 
 from manyhands.algorithms.a2c import A2C
-from manyhands.algorithms.base import Batch
 from manyhands.blocks.reducer import Reducer
 from manyhands.collect.rollout import Collector
 from manyhands.engines.base import Channel
 from manyhands.errors import WorkerError
 from manyhands.experiment.records import Records
-from manyhands.math.schedules import make_schedule
+from manyhands.math.optimiser import make_schedule
 from manyhands.strategies.crew import PARCELS, Crew, Inbox, Parcel
 from manyhands.strategies.ledger import Ledger
+from manyhands.types import Batch
 
 _KEPT = 16  # refusals of each worker that the server tells again and again
 

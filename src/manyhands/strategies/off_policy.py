@@ -16,21 +16,20 @@ from typing import Any
 import numpy as np
 
 from manyhands import seeding
-from manyhands.algorithms.base import Across, Alone, Batch, Info
+from manyhands.algorithms.base import Across, Alone
 from manyhands.algorithms.off_policy import OffPolicy
-from manyhands.collect.observations import copy_into
-from manyhands.collect.rollout import Obs
 from manyhands.envs.adapter import Episode
 from manyhands.envs.spaces import zeros
 from manyhands.experiment.records import Records
-from manyhands.math.schedules import make_schedule
+from manyhands.math.optimiser import make_schedule
 from manyhands.replay.buffer import PrioritizedReplay, Replay
 from manyhands.replay.frames import Frames, HeldFrames, StackLog
 from manyhands.replay.n_step import NStep
 from manyhands.strategies.crew import Crew
 from manyhands.strategies.ledger import Ledger
 from manyhands.streams import global_chance, load_global_chance
-from manyhands.trees import Array
+from manyhands.trees import Array, copy_into
+from manyhands.types import Batch, Info, Obs
 
 
 def run(crew: Crew, records: Records, state: dict[str, Any] | None) -> dict[str, Any]:

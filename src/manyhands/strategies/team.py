@@ -23,7 +23,6 @@ import numpy as np
 from manyhands import devices, wire
 from manyhands.algorithms.base import Across, Algorithm, Alone
 from manyhands.collect.episodes import EpisodeCollector
-from manyhands.collect.noise import EnvNoise
 from manyhands.collect.rollout import Collector, Rollout
 from manyhands.config import Experiment
 from manyhands.engines import stopping
@@ -31,6 +30,7 @@ from manyhands.engines.base import Worker
 from manyhands.engines.group import Group
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import VecAdapter
+from manyhands.envs.chance import EnvNoise
 from manyhands.errors import ConfigError
 from manyhands.experiment.records import Records
 from manyhands.experiment.state_files import difference

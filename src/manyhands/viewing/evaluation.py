@@ -19,9 +19,10 @@ from gymnasium.vector import VectorEnv
 from manyhands import seeding, streams
 from manyhands.config import Experiment
 from manyhands.envs import make_vec
-from manyhands.envs.own_chance import OwnChance
+from manyhands.envs.adapter import DictRows
+from manyhands.envs.chance import OwnChance
 from manyhands.envs.registry import env_factory, is_atari, resolve
-from manyhands.envs.spaces import DictRows, zeros
+from manyhands.envs.spaces import zeros
 from manyhands.errors import ConfigError
 from manyhands.networks.build import has_image
 from manyhands.policy import Policy, load

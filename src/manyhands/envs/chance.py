@@ -1,12 +1,12 @@
-"""Global streams of its own for each environment that draws from `random`, `np.random` or torch.
+"""An environment's own chance: seeds of its episodes, noise of its actions, global generators.
 
-WHY: an episode follows from its seed and actions only if nobody else draws from its generators in
-between. With streams that begin anew with each episode, such an environment plays the same episodes
-whichever worker steps it, and a resumed run plays the running ones again, to the bit.
+    EpisodeSeeds   what `env.reset(seed)` is given, episode by episode
+    EnvNoise       what a policy draws for its actions there
+    OwnChance      `random`, `np.random` and torch as the environment itself sees them
 
-Most environments draw from none of them, and a change of hands costs as much as a step of CartPole.
-So all generators change hands for the first steps, then those that were drawn from. Every so often
-a look at the others shows whether somebody has begun to use them: then there is another trial.
+WHY one of each for every environment, and none for a worker: an environment then draws the same
+numbers whichever worker steps it. A run with four workers plays the episodes of a run with one, and
+a resumed run plays the running ones again, to the bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from manyhands import streams
+from manyhands import seeding, streams
+from manyhands.trees import Array
+
+# numpy's SeedSequence (after M. E. O'Neill's seed_seq_fe), constants as in its source.
+_WORD = 0xFFFFFFFF
+_INIT_A, _MULT_A = 0x43B0D7E5, 0x931E8875
+_INIT_B, _MULT_B = 0x8B51F9DD, 0x58F38DED
+_MIX_L, _MIX_R = 0xCA01F9DD, 0x4973F715
+_POOL = 4  # words in the pool
+
+_AHEAD = 128  # steps drawn at once: a call of a generator costs more than the numbers
 
 _TRIAL = 64  # steps in which all generators change hands
 _LOOK = 1024  # steps between two looks
@@ -26,8 +36,97 @@ _OUTSIDE, _BETWEEN = -1, -2  # no environment: the worker's streams are in place
 Path = Callable[[int, int], np.random.SeedSequence]  # of (environment, episode)
 
 
+class EpisodeSeeds:
+    """`seeds(episode) == seeding.integer(seed, "env", worker, env, episode)`, quickly.
+
+    That builds a whole `SeedSequence` for each episode: 12 µs, a tenth of a short CartPole episode.
+    The episode is the last word that enters the hash, so everything before it is worked out once;
+    the rest is a dozen integer operations. The numbers are the same ones: a test compares them, and
+    would fail if numpy ever changed its hash.
+    """
+
+    def __init__(self, seed: int, worker: int, env: int) -> None:
+        parent = seeding.sequence(seed, "env", worker, env)
+        self._key = (seed, worker, env)
+        self._pool = [int(word) for word in parent.pool]
+        words = max(_POOL, -(-seed.bit_length() // 32)) + len(parent.spawn_key)
+        # Each use of the hash moves its constant on: 4 to fill the pool, 12 to stir it, and 4 for
+        # every word beyond the first four.
+        uses = _POOL + _POOL * (_POOL - 1) + _POOL * (words - _POOL)
+        constant = _INIT_A * pow(_MULT_A, uses, 2**32) & _WORD
+        self._constants = []  # (before, after) for each word of the pool
+        for _ in range(_POOL):
+            moved = constant * _MULT_A & _WORD
+            self._constants.append((constant, moved))
+            constant = moved
+
+    def chance(self, episode: int) -> np.random.SeedSequence:
+        """Of the global streams that an environment may draw from; see `OwnChance`."""
+        seed, worker, env = self._key
+        return seeding.sequence(seed, "chance", worker, env, episode)
+
+    def __call__(self, episode: int) -> int:
+        if episode > _WORD or max(self._key[1:]) > _WORD:  # more than one word: the long way
+            seed, worker, env = self._key
+            return seeding.integer(seed, "env", worker, env, episode)
+        low, high = self._stirred(episode, 0), self._stirred(episode, 1)
+        before, after = _INIT_B, _INIT_B * _MULT_B & _WORD
+        low = (low ^ before) * after & _WORD
+        before, after = after, after * _MULT_B & _WORD
+        high = (high ^ before) * after & _WORD
+        low, high = low ^ low >> 16, high ^ high >> 16
+        return (high << 32 | low) >> 33
+
+    def _stirred(self, word: int, place: int) -> int:
+        """Word `place` of the pool once `word` has been mixed in."""
+        before, after = self._constants[place]
+        hashed = (word ^ before) * after & _WORD
+        hashed ^= hashed >> 16
+        mixed = (_MIX_L * self._pool[place] - _MIX_R * hashed) & _WORD
+        return mixed ^ mixed >> 16
+
+
+class EnvNoise:
+    """Chance for actions: looks like a numpy Generator; row i is environment `first + i`."""
+
+    def __init__(self, seed: int, first: int, envs: int) -> None:
+        self._streams = [seeding.generator(seed, "action", first + i) for i in range(envs)]
+        self._drawn: dict[tuple[str, tuple[int, ...]], tuple[Array, int]] = {}
+
+    def random(self, size: tuple[int, ...]) -> Array:
+        return self._next("random", size[1:])
+
+    def standard_normal(self, size: tuple[int, ...], dtype: Any = np.float32) -> Array:
+        return self._next("standard_normal", size[1:])
+
+    def _next(self, kind: str, shape: tuple[int, ...]) -> Array:
+        block, at = self._drawn.get((kind, shape), (np.empty(0), _AHEAD))
+        if at == _AHEAD:
+            rows = [getattr(s, kind)((_AHEAD, *shape), dtype=np.float32) for s in self._streams]
+            block, at = np.stack(rows, axis=1), 0  # [ahead, envs, ...]
+        self._drawn[(kind, shape)] = (block, at + 1)
+        values: Array = block[at]
+        return values
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a resumed run needs to draw the same numbers."""
+        drawn = [[k, list(s), block, at] for (k, s), (block, at) in self._drawn.items()]
+        return {"streams": [s.bit_generator.state for s in self._streams], "drawn": drawn}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        for stream, saved in zip(self._streams, state["streams"], strict=True):
+            stream.bit_generator.state = saved
+        self._drawn = {(k, tuple(s)): (block, at) for k, s, block, at in state["drawn"]}
+
+
 class OwnChance:
-    """The streams of `count` environments that step one after the other.
+    """Streams of its own for each environment that draws from `random`, `np.random` or torch.
+
+    An episode follows from its seed and actions only if nobody else draws from its generators in
+    between. Most environments draw from none of them, and a change of hands costs as much as a step
+    of CartPole. So all generators change hands for the first steps, then those that were drawn
+    from. Every so often a look at the others shows whether somebody has begun to use them: then
+    there is another trial.
 
     `enter(i)` before environment i does something, `leave()` when all have; `begin(i)` with each
     episode; `tick()` with each step of all.

@@ -1,8 +1,9 @@
-"""Log-probability and entropy of action distributions in numpy, with their gradients.
+"""Action distributions in numpy: sample and mode, log-probability and entropy with their gradients.
 
-The numpy twins of networks/heads.py, over the same parameters [N, P], for learners that write the
-gradient out instead of asking autograd. Gradients are given as a pullback: from the gradient of a
-loss with respect to log-probability and entropy to that with respect to the parameters.
+The numpy twins of networks/heads.py, over the same parameters [N, P]: `sample` and `mode` for
+whoever acts, `for_head` for learners that write the gradient out instead of asking autograd.
+Gradients are given as a pullback: from the gradient of a loss with respect to log-probability and
+entropy to that with respect to the parameters.
 
                       ∂ log p(a) / ∂ parameter        ∂ entropy / ∂ parameter
     Categorical       1[j = a] − p_j                  −p_j (log p_j + H)
@@ -24,12 +25,70 @@ import numpy as np
 from manyhands.errors import ConfigError
 from manyhands.networks.heads import (
     HALF_LOG_2PI,
-    Array,
     Bernoulli,
     Categorical,
     DiagonalGaussian,
     MultiCategorical,
 )
+from manyhands.trees import Array
+
+
+def sample(head: Any, parameters: Array, rng: np.random.Generator) -> tuple[Array, Array]:
+    """(actions [N, *action_shape], log-probabilities [N]) of one draw per row."""
+    if isinstance(head, Categorical):
+        return _sample_categorical(head, parameters, rng)
+    if isinstance(head, DiagonalGaussian):
+        mean, log_std = parameters[:, : head.size], parameters[:, head.size :]
+        noise = rng.standard_normal(mean.shape, dtype=np.float32)
+        actions = mean + noise * np.exp(log_std)
+        logp = -(0.5 * noise * noise + log_std).sum(axis=1)
+        logp -= np.float32(head.size * HALF_LOG_2PI)
+        return actions.reshape(-1, *head.action_shape), logp
+    if isinstance(head, MultiCategorical):
+        columns, total = [], np.zeros(len(parameters), np.float32)
+        for part, logits in zip(head.parts, _split(head, parameters), strict=True):
+            column, logp = _sample_categorical(part, logits, rng)
+            columns.append(column)
+            total += logp
+        return np.stack(columns, axis=-1).reshape(-1, *head.action_shape), total
+    if isinstance(head, Bernoulli):
+        # log P(yes) = −log(1 + e^−l), written so that no exponential overflows.
+        yes = rng.random(parameters.shape) < 0.5 * (1.0 + np.tanh(0.5 * parameters))
+        logp = -np.logaddexp(np.float32(0.0), np.where(yes, -parameters, parameters)).sum(axis=1)
+        return yes.astype(np.int8).reshape(-1, *head.action_shape), logp
+    raise ConfigError(f"no numpy sampling for {type(head).__name__}")
+
+
+def mode(head: Any, outputs: Array) -> Array:
+    """The likeliest action per row; `outputs` are logits, or the means of a Gaussian."""
+    if isinstance(head, Categorical):
+        return np.asarray(outputs.argmax(axis=1) + head.start)
+    if isinstance(head, MultiCategorical):
+        parts = zip(head.parts, _split(head, outputs), strict=True)
+        columns = [logits.argmax(axis=1) + part.start for part, logits in parts]
+        return np.stack(columns, axis=-1).reshape(-1, *head.action_shape)
+    if isinstance(head, Bernoulli):
+        outputs = (outputs > 0).astype(np.int8)
+    return outputs.reshape(-1, *head.action_shape)
+
+
+def _sample_categorical(
+    head: Categorical, logits: Array, rng: np.random.Generator
+) -> tuple[Array, Array]:
+    # Bare ufuncs: on a few rows the array methods spend more time in their wrappers.
+    shifted = logits - np.maximum.reduce(logits, axis=1, keepdims=True)
+    below = np.add.accumulate(np.exp(shifted), axis=1)  # distribution function times its last
+    total = below[:, -1:]  # value
+    index = np.add.reduce(below <= rng.random((len(logits), 1)) * total, axis=1)
+    logp = shifted[np.arange(len(logits)), index] - np.log(total[:, 0])
+    return (index + head.start if head.start else index), logp
+
+
+def _split(head: MultiCategorical, parameters: Array) -> list[Array]:
+    return np.split(parameters, np.cumsum(head.sizes)[:-1], axis=1)
+
+
+# -- what a learner needs -----------------------------------------------------------------------
 
 # (d loss / d logp [N], d loss / d entropy [N] or one number) -> d loss / d parameters [N, P]
 Pullback = Callable[[Array, Array | float], Array]
@@ -37,8 +96,6 @@ Pullback = Callable[[Array, Array | float], Array]
 
 class Density(Protocol):
     """Log-probability [N] and entropy [N] of a head, from parameters [N, P] and actions."""
-
-    def log_prob(self, parameters: Array, actions: Array) -> Array: ...
 
     def log_prob_and_entropy(
         self, parameters: Array, actions: Array
@@ -50,9 +107,6 @@ class CategoricalDensity:
 
     def __init__(self, head: Categorical) -> None:
         self._start = head.start
-
-    def log_prob(self, parameters: Array, actions: Array) -> Array:
-        return _choice_log_prob(_columns(parameters), _indices(actions, self._start))
 
     def log_prob_and_entropy(
         self, parameters: Array, actions: Array
@@ -75,13 +129,6 @@ class MultiCategoricalDensity:
         self._starts = np.array([part.start for part in head.parts])
         ends = np.cumsum(head.sizes).tolist()
         self._slices = [slice(end - n, end) for end, n in zip(ends, head.sizes, strict=True)]
-
-    def log_prob(self, parameters: Array, actions: Array) -> Array:
-        logits, indices = _columns(parameters), self._indices(actions)
-        total = np.zeros(logits.shape[1], np.float32)
-        for rows, index in zip(self._slices, indices, strict=True):
-            total += _choice_log_prob(logits[rows], index)
-        return total
 
     def log_prob_and_entropy(
         self, parameters: Array, actions: Array
@@ -111,20 +158,14 @@ class BernoulliDensity:
     def __init__(self, head: Bernoulli) -> None:
         self._size = head.parameter_size
 
-    def log_prob(self, parameters: Array, actions: Array) -> Array:
-        logits = _columns(parameters)
-        signed = logits * (2.0 * self._yes(actions) - 1.0)
-        # log σ(x) = min(x, 0) − log(1 + e^−|x|): no exponential overflows.
-        return _sum(np.minimum(signed, 0.0) - np.log1p(np.exp(-np.abs(logits))))
-
     def log_prob_and_entropy(
         self, parameters: Array, actions: Array
     ) -> tuple[Array, Array, Pullback]:
         logits, yes = _columns(parameters), self._yes(actions)
         distance = np.abs(logits)
-        odds = np.exp(-distance)
+        odds = np.exp(-distance)  # of the less likely of the two: no exponential overflows
         log_total = np.log1p(odds)
-        unlikely = odds / (1.0 + odds)  # probability of the less likely of the two
+        unlikely = odds / (1.0 + odds)  # its probability
         logp = _sum(np.minimum(logits * (2.0 * yes - 1.0), 0.0) - log_total)
         entropy = _sum(log_total + distance * unlikely)
 
@@ -148,16 +189,13 @@ class GaussianDensity:
         self._log_prob_constant = -head.size * HALF_LOG_2PI
         self._entropy_constant = head.size * (0.5 + HALF_LOG_2PI)
 
-    def log_prob(self, parameters: Array, actions: Array) -> Array:
-        columns = _columns(parameters)
-        z = self._deviations(columns, actions)[0]
-        return self._log_prob(z * z, _sum(columns[self._size :]))
-
     def log_prob_and_entropy(
         self, parameters: Array, actions: Array
     ) -> tuple[Array, Array, Pullback]:
         columns, size = _columns(parameters), self._size
-        z, precision = self._deviations(columns, actions)
+        precision = np.exp(-columns[size:])  # 1 / σ
+        z = np.asarray(actions, np.float32).reshape(columns.shape[1], size).T - columns[:size]
+        z *= precision
         squares = z * z
         log_volume = _sum(columns[size:])
 
@@ -172,23 +210,11 @@ class GaussianDensity:
             d_log_stds += d_entropy
             return d_columns.T
 
-        logp = self._log_prob(squares, log_volume)
-        return logp, log_volume + self._entropy_constant, pullback
-
-    def _deviations(self, columns: Array, actions: Array) -> tuple[Array, Array]:
-        """(z, 1 / σ), both [d, N]."""
-        actions = np.asarray(actions, np.float32).reshape(columns.shape[1], self._size)
-        precision = np.exp(-columns[self._size :])
-        z = actions.T - columns[: self._size]
-        z *= precision
-        return z, precision
-
-    def _log_prob(self, squares: Array, log_volume: Array) -> Array:
         logp = _sum(squares)
         logp *= -0.5
         logp -= log_volume
         logp += self._log_prob_constant
-        return logp
+        return logp, log_volume + self._entropy_constant, pullback
 
 
 _DENSITIES: dict[type, Callable[[Any], Density]] = {
@@ -234,13 +260,6 @@ def _choice(logits: Array, index: Array) -> tuple[Array, Array, _Pull]:
         d_logits[index, columns] += d_logp
 
     return logp_all[index, columns], -mean_logp, pull
-
-
-def _choice_log_prob(logits: Array, index: Array) -> Array:
-    shifted = logits - np.maximum.reduce(logits, axis=0)
-    chosen: Array = shifted[index, np.arange(len(index))]
-    chosen -= np.log(_sum(np.exp(shifted)))
-    return chosen
 
 
 def _columns(parameters: Array) -> Array:

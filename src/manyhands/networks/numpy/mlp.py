@@ -1,14 +1,18 @@
-"""The gradient of an MLP actor-critic written out in numpy, equal to autograd's.
+"""Multi-layer perceptrons in numpy: forward, and the way back written out, equal to autograd's.
 
-    forward    h_0 = x,   h_l = f(h_{l−1} W_lᵀ + b_l)          f: tanh, relu or elu
+    forward    h_0 = x,   h_l = f(h_{l−1} W_lᵀ + b_l)          f: tanh, relu or elu; none at the end
     backward   d_l = ∂loss/∂h_l · f′(h_l)                      row by row
                ∂loss/∂W_l = d_lᵀ h_{l−1},   ∂loss/∂b_l = Σ d_l,   ∂loss/∂h_{l−1} = d_l W_l
 
-WHY: for networks of 64 x 64 and minibatches of hundreds of rows torch spends more time on graph
-and dispatch than on arithmetic. Policy and value net have equal shapes, so their activations lie
-end to end, [nets, N, width], and element-wise work is one call for both. Work arrays are kept
-between calls, whatever their number of rows: touching fresh memory costs a page fault for every
-4 KiB.
+    FastActor            an actor-critic that acts: a few rows
+    FastGradient         an actor-critic that learns: minibatches of hundreds of rows
+    FastValueGradient    its value net alone
+    NumpyMLP             one network of DQN or DDPG: several passes over some dozens of rows
+
+WHY: on networks of 64 x 64 torch spends its time on graph and dispatch, not on arithmetic. Weights
+are read through views of the torch parameters: nothing is copied, and a change made *in place* (an
+optimiser step, load_state_dict, set_flat_parameters, par.sync) is seen at once. A change that gives
+a parameter other memory (`parameter.data = …`, `.to(device)`) is not: make these anew after it.
 """
 
 from __future__ import annotations
@@ -22,12 +26,14 @@ import torch
 from torch import nn
 
 from manyhands.errors import ConfigError
-from manyhands.math.densities import has_density
 from manyhands.networks.build import ActorCritic, Observations, has_image
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.heads import Array
+from manyhands.networks.numpy.distributions import has_density, sample
+from manyhands.trees import Array
+from manyhands.types import Acted
 
 KEPT_SIZES = 256  # views of the work arrays, one set for each number of rows
+_NOWHERE: Array = np.empty(0, np.float32)  # the gradient of who does not learn
 
 
 class Activation(NamedTuple):
@@ -38,12 +44,197 @@ class Activation(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Views of one linear layer and of its gradient."""
+    """Views of one linear layer and of its gradient, and what follows it."""
 
     weight: Array  # [out, in]
     bias: Array  # [out]
-    d_weight: Array
-    d_bias: Array
+    activation: Activation | None
+    d_weight: Array = _NOWHERE
+    d_bias: Array = _NOWHERE
+
+
+def _linear(layer: Layer, x: Array, out: Array | None = None) -> Array:
+    y: Array = np.dot(x, layer.weight.T, out=out)
+    y += layer.bias
+    return y
+
+
+def _run(layers: list[Layer], x: Array) -> Array:
+    for layer in layers:
+        x = _linear(layer, x)
+        if layer.activation is not None:
+            layer.activation.apply(x)
+    return x
+
+
+def _into_layer(layer: Layer, d: Array, inputs: Array, ones: Array | None = None) -> None:
+    """∂loss/∂W and ∂loss/∂b from ∂loss/∂outputs. `ones` [N] makes the sum over rows a product: with
+    hundreds of rows that is twice as fast."""
+    np.dot(d.T, inputs, out=layer.d_weight)
+    if ones is None:
+        np.add.reduce(d, axis=0, out=layer.d_bias)
+    else:
+        np.dot(ones, d, out=layer.d_bias)
+
+
+def _elu(x: Array) -> None:
+    negative = np.expm1(np.minimum(x, 0.0))
+    np.maximum(x, 0.0, out=x)
+    x += negative
+
+
+def _tanh_slope(h: Array, out: Array) -> None:
+    np.multiply(h, h, out=out)
+    np.subtract(1.0, out, out=out)
+
+
+def _elu_slope(h: Array, out: Array) -> None:
+    np.minimum(h, 0.0, out=out)
+    out += 1.0
+
+
+_ACTIVATIONS: dict[type[nn.Module], Activation] = {
+    nn.Tanh: Activation(lambda x: np.tanh(x, out=x), _tanh_slope),
+    nn.ReLU: Activation(
+        lambda x: np.maximum(x, 0.0, out=x), lambda h, out: np.greater(h, 0.0, out=out)
+    ),
+    nn.ELU: Activation(_elu, _elu_slope),
+}
+
+
+def _layers(module: nn.Module) -> list[Layer]:
+    """To be looked at: the layers of a Linear, or of a Sequential of them and activations."""
+    layers: list[Layer] = []
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            layers.append(Layer(part.weight.detach().numpy(), part.bias.detach().numpy(), None))
+        elif type(part) in _ACTIVATIONS:
+            layers[-1] = layers[-1]._replace(activation=_ACTIVATIONS[type(part)])
+        elif not isinstance(part, nn.Sequential):
+            raise ConfigError(f"acting in numpy does not know the layer {type(part).__name__}")
+    return layers
+
+
+def _trained(
+    flat: FlatParameters, trunk: nn.Sequential, name: str, *outs: str
+) -> tuple[list[Layer], list[Layer]]:
+    """To be moved: the layers of a trunk, and those that stand alone, by their names."""
+    views, grads = flat.views(), flat.grad_views()
+
+    def layer(path: str, activation: Activation | None = None) -> Layer:
+        weight, bias = f"{path}.weight", f"{path}.bias"
+        return Layer(views[weight], views[bias], activation, grads[weight], grads[bias])
+
+    kinds = [_ACTIVATIONS[type(part)] for part in list(trunk)[1::2]]
+    hidden = [layer(f"{name}.{2 * i}", kind) for i, kind in enumerate(kinds)]
+    return hidden, [layer(out) for out in outs]
+
+
+# -- acting ---------------------------------------------------------------------------------------
+
+
+def can_act(model: nn.Module) -> bool:
+    """Whether FastActor takes this model: an ActorCritic without images, on the CPU."""
+    return (
+        isinstance(model, ActorCritic)
+        and not has_image(model.policy_encoder)
+        and all(p.device.type == "cpu" for p in model.parameters())
+    )
+
+
+class FastActor:
+    """act, forward and value of an ActorCritic, in numpy, on float32."""
+
+    def __init__(self, model: ActorCritic) -> None:
+        if not can_act(model):
+            raise ConfigError(
+                "acting in numpy needs an ActorCritic without images on the CPU; "
+                "use the model itself instead"
+            )
+        self.head = model.head
+        self._encode: Callable[[Observations], Array] = model.policy_encoder.encode  # type: ignore[assignment]
+        own = model.value_trunk
+        self._policy_trunk = _layers(model.policy_trunk)
+        self._value_trunk = None if own is None else _layers(own)
+        self._policy_out = _layers(model.policy_out)
+        self._value_out = _layers(model.value_out)
+        self._log_std = None if model.log_std is None else model.log_std.detach().numpy()
+
+    def forward(self, observations: Observations) -> tuple[Array, Array]:
+        """(distribution parameters [N, P], values [N])."""
+        x = self._encode(observations)
+        features = _run(self._policy_trunk, x)
+        parameters = self._with_log_std(_run(self._policy_out, features))
+        if self._value_trunk is not None:
+            features = _run(self._value_trunk, x)
+        return parameters, _run(self._value_out, features)[:, 0]
+
+    def value(self, observations: Observations) -> Array:
+        """Values only, [N]."""
+        trunk = self._policy_trunk if self._value_trunk is None else self._value_trunk
+        return _run(self._value_out, _run(trunk, self._encode(observations)))[:, 0]
+
+    def act(self, observations: Observations, rng: np.random.Generator) -> Acted:
+        """Sample an action for every row; `rng` is the only source of chance."""
+        parameters, values = self.forward(observations)
+        actions, logp = sample(self.head, parameters, rng)
+        return Acted(actions, logp, values, parameters)
+
+    def _with_log_std(self, means: Array) -> Array:
+        if self._log_std is None:
+            return means
+        parameters = np.empty((len(means), 2 * means.shape[1]), np.float32)
+        parameters[:, : means.shape[1]] = means
+        parameters[:, means.shape[1] :] = self._log_std
+        return parameters
+
+
+# -- learning, one network ------------------------------------------------------------------------
+
+
+class NumpyMLP:
+    """One trunk and the linear layer behind it.
+
+    Args:
+        flat: the parameters, and the gradient into which `backward` writes.
+        trunk: the Sequential of the hidden layers, and its name in the model.
+        out: the name of the last linear layer.
+    """
+
+    def __init__(self, flat: FlatParameters, trunk: nn.Sequential, name: str, out: str) -> None:
+        hidden, outs = _trained(flat, trunk, name, out)
+        self._layers = hidden + outs
+        self._kept: list[Array] = []
+
+    def look(self, x: Array) -> Array:
+        """The outputs, with nothing kept for a way back."""
+        return _run(self._layers, x)
+
+    def forward(self, x: Array) -> Array:
+        """The outputs; leave `x` as it is until `backward` is done."""
+        self._kept = [x]
+        for layer in self._layers:
+            x = _run([layer], x)
+            self._kept.append(x)
+        return x
+
+    def backward(self, d_out: Array, *, into_parameters: bool = True, down: bool = False) -> Array:
+        """From ∂loss/∂outputs to the gradient, which is overwritten; ∂loss/∂x where `down`."""
+        d = d_out
+        for depth in range(len(self._layers) - 1, -1, -1):
+            layer, above, below = self._layers[depth], self._kept[depth + 1], self._kept[depth]
+            if layer.activation is not None:
+                slope = np.empty_like(above)
+                layer.activation.slope(above, slope)
+                d *= slope
+            if into_parameters:
+                _into_layer(layer, d, below)
+            if depth or down:
+                d = d @ layer.weight
+        return d
+
+
+# -- learning, policy and value together ----------------------------------------------------------
 
 
 def can_learn(model: nn.Module) -> bool:
@@ -60,9 +251,14 @@ def can_learn(model: nn.Module) -> bool:
 
 
 class _Nets:
-    """Trunks of equal shapes side by side: what a gradient of one net or of two has in common."""
+    """Trunks of equal shapes side by side: what a gradient of one net or of two has in common.
 
-    def __init__(self, model: ActorCritic, flat: FlatParameters, trunks: list[str]) -> None:
+    WHY: the nets' activations lie end to end, [nets, N, width], so that element-wise work is one
+    call for all. Work arrays are kept between calls, whatever their number of rows: touching fresh
+    memory costs a page fault for every 4 KiB.
+    """
+
+    def __init__(self, model: ActorCritic, flat: FlatParameters, names: list[str]) -> None:
         if not can_learn(model):
             raise ConfigError(
                 "a gradient in numpy needs a plain ActorCritic without images, on the CPU, in "
@@ -71,18 +267,15 @@ class _Nets:
         if flat.model is not model:
             raise ConfigError("the flat parameters are those of another model")
         flat.check()
-        self._views, self._grad_views = flat.views(), flat.grad_views()
         self._encode: Callable[[Observations], Array] = model.policy_encoder.encode  # type: ignore[assignment]
+        outs = ("policy_out", "value_out")
+        trunks = [_trained(flat, model.policy_trunk, name, *outs) for name in names]
+        self._policy_out, self._value_out = trunks[0][1]
         # [depth][net]: the layers of equal depth together.
-        self._trunk = [
-            [self._layer(f"{trunk}.{index}") for trunk in trunks]
-            for index, part in enumerate(model.policy_trunk)
-            if isinstance(part, nn.Linear)
-        ]
-        kinds = [_ACTIVATIONS[type(p)] for p in model.policy_trunk if type(p) in _ACTIVATIONS]
-        self._activation = kinds[0] if kinds else None
-        self._nets = len(trunks)
-        self._outputs = self._parameter_size = 0  # of the policy, where there is one
+        self._trunk = list(zip(*(trunk for trunk, _ in trunks), strict=True))
+        self._activation = self._trunk[0][0].activation if self._trunk else None  # alike in all
+        self._nets = len(names)
+        self._outputs = self._parameter_size = 0  # of the policy, where it is part of it
         self._memory = _Memory(0)
         self._kept: dict[int, _Work] = {}
         self._last: _Work | None = None
@@ -94,8 +287,7 @@ class _Nets:
         inputs = work.inputs = [x] * self._nets
         for layers, hidden in zip(self._trunk, work.hidden, strict=True):
             for layer, h, out in zip(layers, inputs, hidden.nets, strict=True):
-                np.dot(h, layer.weight.T, out=out)
-                out += layer.bias
+                _linear(layer, h, out)
             assert self._activation is not None
             self._activation.apply(hidden.values)
             inputs = hidden.nets
@@ -121,11 +313,6 @@ class _Nets:
             raise ConfigError("backward needs a forward before it")
         return self._last
 
-    def _layer(self, name: str) -> Layer:
-        names = (f"{name}.weight", f"{name}.bias")
-        views, grads = self._views, self._grad_views
-        return Layer(*(views[n] for n in names), *(grads[n] for n in names))
-
     def _work(self, rows: int) -> _Work:
         work = self._kept.get(rows)
         if work is None:
@@ -144,12 +331,10 @@ class FastGradient(_Nets):
     """forward and backward of an ActorCritic in float32 numpy, into `flat.grad`."""
 
     def __init__(self, model: ActorCritic, flat: FlatParameters) -> None:
-        trunks = ["policy_trunk"] if model.shared else ["policy_trunk", "value_trunk"]
-        super().__init__(model, flat, trunks)
-        self._policy_out = self._layer("policy_out")
-        self._value_out = self._layer("value_out")
-        self._log_std = self._views.get("log_std")
-        self._d_log_std = self._grad_views.get("log_std")
+        names = ["policy_trunk"] if model.shared else ["policy_trunk", "value_trunk"]
+        super().__init__(model, flat, names)
+        self._log_std = flat.views().get("log_std")
+        self._d_log_std = flat.grad_views().get("log_std")
         self._outputs = len(self._policy_out.bias)
         self._parameter_size = model.head.parameter_size
 
@@ -213,7 +398,6 @@ class FastValueGradient(_Nets):
         if model.shared:
             raise ConfigError("a shared trunk has no gradient of the value alone")
         super().__init__(model, flat, ["value_trunk"])
-        self._value_out = self._layer("value_out")
 
     def forward(self, observations: Observations) -> Array:
         """Values [N]: a work array, as in FastGradient."""
@@ -273,7 +457,7 @@ class _Work:
     ) -> None:
         self.hidden = [_Hidden(memory, i, rows, nets, width) for i, width in enumerate(widths)]
         self.inputs: list[Array] = []
-        # [P, N] in memory, [N, P] to the outside: the layout that densities.py is fast on.
+        # [P, N] in memory, [N, P] to the outside: the layout that distributions.py is fast on.
         columns = memory.take("parameters", rows, parameter_size, axis=1)
         self.parameters = columns.T
         self.outputs, self.log_stds = columns[:outputs], columns[outputs:]
@@ -285,11 +469,6 @@ class _Work:
     def features(self) -> list[Array]:
         """What the last layers look at, one array a net."""
         return self.hidden[-1].nets if self.hidden else self.inputs
-
-
-def _into_layer(layer: Layer, d: Array, inputs: Array, ones: Array) -> None:
-    np.dot(d.T, inputs, out=layer.d_weight)
-    np.dot(ones, d, out=layer.d_bias)  # twice as fast as a sum over rows
 
 
 def _into_value(layer: Layer, d_values: Array, features: Array, ones: Array) -> None:
@@ -320,28 +499,3 @@ def _is_plain_trunk(trunk: nn.Sequential) -> bool:
 
 def _alike(one: nn.Sequential, other: nn.Sequential) -> bool:
     return repr(one) == repr(other)  # which names every layer with its sizes and options
-
-
-def _elu(x: Array) -> None:
-    negative = np.expm1(np.minimum(x, 0.0))
-    np.maximum(x, 0.0, out=x)
-    x += negative
-
-
-def _tanh_slope(h: Array, out: Array) -> None:
-    np.multiply(h, h, out=out)
-    np.subtract(1.0, out, out=out)
-
-
-def _elu_slope(h: Array, out: Array) -> None:
-    np.minimum(h, 0.0, out=out)
-    out += 1.0
-
-
-_ACTIVATIONS: dict[type[nn.Module], Activation] = {
-    nn.Tanh: Activation(lambda x: np.tanh(x, out=x), _tanh_slope),
-    nn.ReLU: Activation(
-        lambda x: np.maximum(x, 0.0, out=x), lambda h, out: np.greater(h, 0.0, out=out)
-    ),
-    nn.ELU: Activation(_elu, _elu_slope),
-}

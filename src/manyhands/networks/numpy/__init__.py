@@ -1,0 +1,1 @@
+"""An optional accelerator: small networks on the CPU, without torch's dispatch."""
