@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.gymnasium_ids import register_with_gymnasium
 
 if TYPE_CHECKING:
+    from manyhands.algorithms.spec import AlgorithmSpec
     from manyhands.blocks.checks import check_actor
     from manyhands.blocks.gradients import GradientServer
     from manyhands.blocks.values import SharedValues
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 register_with_gymnasium()  # never imports it: waits until somebody does
 
 _WHERE = {
+    "AlgorithmSpec": "manyhands.algorithms.spec",
     "Parallel": "manyhands.parallel",
     "WeightServer": "manyhands.blocks.weights",
     "GradientServer": "manyhands.blocks.gradients",
@@ -53,6 +55,7 @@ _WHERE = {
     "CollectiveError": "manyhands.errors",
 }
 __all__ = [
+    "AlgorithmSpec",
     "CollectiveError",
     "ConfigError",
     "GradientServer",

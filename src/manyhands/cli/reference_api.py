@@ -9,6 +9,7 @@ from typing import Any
 
 import manyhands
 from manyhands import envs
+from manyhands.algorithms.spec import AlgorithmSpec
 from manyhands.engines.base import Channel, Service, WeightStore
 from manyhands.engines.group import Group
 from manyhands.parallel import Parallel
@@ -73,6 +74,8 @@ def _training() -> list[str]:
         _entry(manyhands.train),
         _entry(manyhands.resume),
         _entry(manyhands.load),
+        f"`AlgorithmSpec`: {doc(AlgorithmSpec)} `manyhands train package.module:SPEC` takes one; "
+        "`examples/own_algorithm.py` shows it.\n",
         f"`Result`: {doc(Result)} It has `run_dir`, `summary` (all of summary.json), `solved` and "
         "`mean_return`.\n",
         f"`Policy`: {doc(Policy)}\n",
