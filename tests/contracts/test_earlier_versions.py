@@ -1,7 +1,7 @@
 """Run folders of the version before: they load, they are evaluated, they are resumed.
 
 Each folder under tests/data was written by the version in its name, inline, with `mh.train`: 512
-steps of 4 CartPoles, networks of (8, 8), seed 3, no TensorBoard; the replays are in the checkpoints.
+steps of 4 CartPoles, networks of (8, 8), seed 3, no TensorBoard, replays saved.
 """
 
 from __future__ import annotations

@@ -292,6 +292,11 @@ class Place:
     role_size: int = 1
 
     @property
+    def is_main(self) -> bool:
+        """Whether this is the worker that writes, publishes and decides."""
+        return self.rank == 0
+
+    @property
     def name(self) -> str:
         if self.role == "worker":
             return f"worker {self.rank} of {self.size} on {self.host}"
