@@ -26,7 +26,7 @@ from manyhands.config import Experiment
 from manyhands.engines.base import Worker, cores
 from manyhands.engines.group import Group
 from manyhands.engines.role_groups import group_among
-from manyhands.engines.shared import DONE, RUNNING, Board
+from manyhands.engines.shared import DONE, Board
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import VecAdapter
 from manyhands.experiment.timing import Phases
@@ -135,14 +135,6 @@ class Context:
     @property
     def name(self) -> str:
         return self.roles.name(self.rank)
-
-    @property
-    def alive(self) -> int | None:
-        """Workers that are there now; None where that is not known, or a run ends without one."""
-        board: Board | None = getattr(self.worker, "board", None)
-        if board is None or self.experiment.run.engine != "local":
-            return None
-        return sum(board.state(rank) == RUNNING for rank in range(board.workers))
 
     @property
     def run_is_over(self) -> bool:

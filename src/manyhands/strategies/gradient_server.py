@@ -10,7 +10,7 @@ Asynchronous: nobody waits for the slowest; a gradient that was computed with we
 `max_lag` versions old is refused, counted, and computed anew from the newest weights. It wins when
 rollouts take uneven time; its price is gradients that are a little out of date.
 
-With very many workers, `reducers` stand between: each adds up some pushes and hands on their sum.
+With very many workers, `reducers` stand between: each adds up some pushes and sends their sum.
 pushed = applied + refused holds at the end of every run, or the run says so.
 """
 
@@ -110,7 +110,7 @@ def kept(batch: Batch) -> Batch:
 
 
 def reduce(context: Context) -> None:
-    """Add up some pushes and hand on their sum, until all senders have said good-bye."""
+    """Add up some pushes and send their sum, until all senders have said good-bye."""
     run = context.experiment.run
     senders = [r for r in context.acting if sends_to(context, r) == context.rank]
     inbox = Inbox(context, channel_to(context, context.rank), senders)

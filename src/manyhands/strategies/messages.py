@@ -48,7 +48,7 @@ def send(
     episodes: Any = (),
     otherwise: Sequence[Channel] = (),
 ) -> int:
-    """Hand a message over; its number. Waits while there is no room.
+    """Put a message into a channel; its number. Waits while there is no room.
 
     Where the channel stays full, one of the `otherwise` is tried.
     """

@@ -25,6 +25,7 @@ import numpy as np
 from manyhands import wire
 from manyhands.collect.rollout import Rollout
 from manyhands.engines import stopping
+from manyhands.engines.shared import RUNNING, Board
 from manyhands.errors import ConfigError
 from manyhands.experiment.records import Records
 from manyhands.experiment.report_lines import number
@@ -144,7 +145,7 @@ class RunProgress:
         return min(1.0, self.steps / self.context.experiment.run.steps)
 
     def goes_on(self) -> bool:
-        """The same answer on all that count together: it depends on what all were told alike."""
+        """The same answer on all that count together: it depends on what all have heard alike."""
         unfinished = not self.solved and self.steps < self.context.experiment.run.steps
         return unfinished and not self.stopped
 
@@ -164,7 +165,7 @@ class RunProgress:
 
         Args:
             info: of the update; only the main worker's is written.
-            rollout: what this worker has collected, where `took` was not told of it.
+            rollout: what this worker has collected; not where `took` was called.
             learned: whether there was an update at all.
             inbox: where messages come from.
         """
@@ -174,7 +175,7 @@ class RunProgress:
             self._numbers[_ROWS] += rows
             self._numbers[_STALE] += rollout.stale_share * rows
             self.took(rollout.steps, episode_rows(context, rollout.episodes))
-        numbers, episodes = self._told()
+        numbers, episodes = self._of_all()
         with context.phases("logging"):
             sums = numbers.sum(axis=0)
             self.steps += int(sums[_STEPS])
@@ -184,7 +185,7 @@ class RunProgress:
             self.solved = records.returns.solved(context.experiment.run.target_return)
             info = info | self._facts(numbers, inbox)
             if not context.synchronous:
-                records.progress.workers_are(context.alive, self.restarts)
+                records.progress.workers_are(alive(context), self.restarts)
             if learned:
                 records.update(self.steps, self.updates, info, context.phases)
             records.keep(context.algorithm.model, context.normaliser)
@@ -195,7 +196,7 @@ class RunProgress:
         if numbers[0, _DUE] or not self.goes_on():
             self.checkpoint()
 
-    def _told(self) -> tuple[Array, Array]:
+    def _of_all(self) -> tuple[Array, Array]:
         """The numbers of all that count together, a row each, and their episodes."""
         context, numbers, group = self.context, self._numbers, self.context.group
         episodes = np.concatenate([np.zeros((0, 4)), *self._episodes])
@@ -367,8 +368,16 @@ class EveryWorker:
         notes = self._collector.load_state(mine["collector"])
         self.loaded = mine["extra"]
         load_process_state(self._context, mine)
-        told = self._group.exchange(notes)
-        return [f"worker {r}: {text}" for r, part in enumerate(told) for text in part]
+        of_all = self._group.exchange(notes)
+        return [f"worker {r}: {text}" for r, part in enumerate(of_all) for text in part]
+
+
+def alive(context: Context) -> int | None:
+    """Workers that are there now; None where that is not known, or a run ends without one."""
+    board: Board | None = getattr(context.worker, "board", None)
+    if board is None or context.experiment.run.engine != "local":
+        return None
+    return sum(board.state(rank) == RUNNING for rank in range(board.workers))
 
 
 def process_state(context: Context) -> dict[str, Any]:

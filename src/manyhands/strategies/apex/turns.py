@@ -6,11 +6,11 @@
 Both sides still work at the same time: while the learner learns from the rows of one turn, actors
 make those of the next. But rows reach the replay only between two turns of learning, weights reach
 actors only between two turns of acting, and the number of gradient steps follows from the steps
-made. So the run repeats to the bit. Between hearing and publishing nothing is under way: a run
-that is resumed from a checkpoint made there, with the replay and each actor's state in it, goes on
-as if it had never stopped.
+made. So the run repeats to the bit. Between hearing and publishing no row and no message is under
+way: a run that is resumed from a checkpoint made there, with the replay and each actor's state in
+it, goes on as if it had never stopped.
 
-WHY not everywhere: every turn waits for the slowest actor. With one actor that costs nothing.
+WHY not everywhere: every turn waits for the slowest actor. With one actor that is free.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LAST = 2**62  # a turn that never comes
 
 
 def fits(context: Context) -> bool:
-    """Where turns cost nothing, or are what the engine is for."""
+    """Where turns are free, or are what the engine is for."""
     engine = context.experiment.run.engine
     return engine == "inline" or (engine == "local" and len(context.acting) == 1)
 
