@@ -136,7 +136,7 @@ def shared_values() -> Any:
 
 def put_where_there_is_room() -> Any:
     """Two readers that go on together: the first one's channel is full while the second waits."""
-    from manyhands.strategies.crew import put_to_any
+    from manyhands.strategies.messages import put_to_any
 
     par = Parallel()
     full, empty = (par.channel(f"to {r}", reader=r, capacity=1) for r in (0, 1))
@@ -217,7 +217,7 @@ def learn_from_the_same(updates: int, learners: int) -> Any:
     from manyhands.collect.unroll import joined
     from manyhands.engines.attach import attach
     from manyhands.experiment.timing import Phases
-    from manyhands.strategies.across import OverGroup
+    from manyhands.strategies.context import OverGroup
 
     worker = attach()
     algorithm, envs = impala(learning_rate=1e-3, entropy_weight=0.01)

@@ -144,51 +144,47 @@ def train_experiment(experiment: Experiment) -> Result:
 
 
 def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -> dict[str, Any]:
-    """One worker's life in a run; `resumed` names the checkpoint to go on from."""
+    """One worker's part in a run, from its place to its last word, whatever its role.
+
+    Only those that learn or serve read the checkpoint that `resumed` names. An actor that was
+    restarted after a death attends nothing that all workers do together.
+    """
     import torch
 
     from manyhands.experiment.records import Records
-    from manyhands.strategies import PROGRAMS, STRATEGIES, Team
+    from manyhands.policy import spaces_of
+    from manyhands.strategies import PROGRAMS, Context, RunProgress
 
     began = time.perf_counter()
     experiment = from_plain(plain)
     worker = attach()
     # Before any environment is made: whatever draws from the generators that all share repeats.
     seeding.seed_everything(experiment.run.seed, "worker", worker.place.rank)
-    program = PROGRAMS.get((experiment.spec.learns_from, experiment.strategy))
-    if program is not None:
-        from manyhands.strategies.life import live
-
-        return live(program, experiment, worker, resumed)
-    state = None if resumed is None else checkpoint.load_on_all(worker.group, resumed["checkpoint"])
-    seats = worker.group.exchange(list(devices.seat(experiment.run.device, worker.place)))
+    context = Context(experiment, worker)
+    if not context.synchronous:  # those take the spaces of the environments that they all have
+        context.build(spaces_of(experiment.run))
+    resumed = resumed if context.learns else None
+    state = resumed and checkpoint.load_on_all(context.group, resumed["checkpoint"])
+    seat = list(context.seat)
+    seats = [seat] if context.group is None else context.group.exchange(seat)
     records = Records(
         experiment,
-        main=worker.place.is_main,
+        main=context.is_main,
         threads=torch.get_num_threads(),
-        device=devices.told([devices.Seat(*seat) for seat in seats]),
+        device=devices.told([devices.Seat(*one) for one in seats]),
         resumed=state and state["records"],
         notes=resumed["notes"] if resumed else (),
     )
-    team: Team | None = None
+    progress = RunProgress(context, records, state)
     try:
-        team = Team(experiment, worker, records)
-        if state is not None:
-            team.restore(state)
-        team.phases.add("starting", time.perf_counter() - began)
-        if state is None:
-            team.checkpoint()  # of step 0: from here on the run can always be gone on with
-        STRATEGIES[experiment.strategy](team)
-        records.keep(team.algorithm.model, team.normaliser, now=True)
-        times = worker.group.exchange(team.phases.totals())
-        return records.finish(team.steps, team.updates, team.solved, times, team.stopped)
+        context.phases.add("starting", time.perf_counter() - began)
+        PROGRAMS[experiment.strategy](context, progress)
+        return progress.finish()
     except BaseException as error:
-        why = stopping.reason() if isinstance(error, SystemExit) else ""
-        records.fail(team.steps if team else 0, team.updates if team else 0, error, why)
+        progress.fail(error)
         raise
     finally:
-        if team is not None:
-            team.collector.envs.close()
+        context.close()
 
 
 def _perform(run: RunConfig, prepare: Callable[[ExitStack], Plan]) -> Result:

@@ -20,8 +20,8 @@ from manyhands.errors import ConfigError
 from manyhands.experiment.folder import SUMMARY
 from manyhands.experiment.timing import Phases
 from manyhands.networks.q import build_bounded_actor, build_q_network
-from manyhands.strategies import apex_parts as apex
-from manyhands.strategies.across import OverGroup
+from manyhands.strategies.apex import learner as apex
+from manyhands.strategies.context import OverGroup
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 

@@ -131,7 +131,7 @@ def test_the_last_table_says_who_waited(
         rf"^{acts}s: ([\d.,]+) steps/s each of (\d), (\d+)% of the time waiting for room\n"
         rf"{learns}: ([\d.,]+) updates/s, ([\d.,]+) steps/s, idle (\d+)% of the time, "
         r"queue (\d+)% full\n"
-        r"lag: (\d+) at least, [\d.]+ in the mean, (\d+) at most; refused \d+, lost 0$",
+        r"lag: (\d+) at least, [\d.]+ on average, (\d+) at most; refused \d+, lost 0$",
         said,
         re.MULTILINE,
     )

@@ -16,7 +16,7 @@ from manyhands.errors import ConfigError
 from manyhands.experiment import checkpoint
 from manyhands.replay.buffer import PrioritizedReplay, Replay
 from manyhands.replay.frames import FramedRing, Frames, FrameStacker, HeldFrames, StackLog
-from manyhands.strategies import apex_parts, off_policy
+from manyhands.strategies import experience
 
 STACK = 3
 EXAMPLE = {
@@ -235,8 +235,7 @@ def test_training_is_the_same_as_with_plain_storage(
     left, sizes = [], []
     for name in ("framed", "plain"):
         if name == "plain":
-            for module in (off_policy, apex_parts):
-                monkeypatch.setattr(module, "frames_of", lambda *_: None)
+            monkeypatch.setattr(experience, "frames_of", lambda *_: None)
         mh.train("dqn", run_dir=str(tmp_path / name), **options)
         state = checkpoint.newest(tmp_path / name)[0].state
         rings = (

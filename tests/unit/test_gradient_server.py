@@ -19,8 +19,9 @@ from manyhands.blocks.reducer import Reducer
 from manyhands.engines.shared import DONE
 from manyhands.errors import CollectiveError, ConfigError, WorkerError
 from manyhands.strategies import gradient_server
-from manyhands.strategies.crew import Crew
-from manyhands.strategies.ledger import Ledger
+from manyhands.strategies.context import Context
+from manyhands.strategies.messages import Weights
+from manyhands.strategies.progress import RunProgress
 
 
 def fake(**facts: Any) -> Any:
@@ -186,60 +187,63 @@ def test_every_push_is_applied_or_refused(engine: str, case: Pushes) -> None:
         assert counters["applied"] == sum(one["taken"] for one in found)
 
 
-def test_a_new_life_counts_from_one() -> None:
+def test_a_restarted_worker_counts_from_one() -> None:
     """A worker that was started again is not told of the pushes of the one before it."""
     answers = gradient_server._Answers(fake(acting=[1, 2]))
     for number in range(1, 6):
-        answers.note({"actor": 2, "number": number, "life": 0}, number != 4)
+        answers.note({"actor": 2, "number": number, "restarts": 0}, number != 4)
     under_way: Any = {4: "fourth", 5: "fifth", 6: "sixth"}
-    me = fake(part=fake(rank=1), life=0)
-    assert gradient_server.refused(me, under_way, answers.tell()) == ["fourth"]
+    me = fake(part=fake(rank=1), restarts=0)
+    assert gradient_server.refused(me, under_way, answers.news()) == ["fourth"]
     assert under_way == {6: "sixth"}
-    again, mine = fake(part=fake(rank=1), life=1), {1: "first", 4: "fourth"}
-    assert gradient_server.refused(again, mine, answers.tell()) == []  # type: ignore[arg-type]
+    again, mine = fake(part=fake(rank=1), restarts=1), {1: "first", 4: "fourth"}
+    assert gradient_server.refused(again, mine, answers.news()) == []  # type: ignore[arg-type]
     assert len(mine) == 2
-    answers.note({"actor": 2, "number": 1, "life": 1}, False)
-    answers.note({"actor": 2, "number": 9, "life": 0}, True)  # it was on its way when it died
-    assert gradient_server.refused(again, mine, answers.tell()) == ["first"]  # type: ignore[arg-type]
+    answers.note({"actor": 2, "number": 1, "restarts": 1}, False)
+    answers.note({"actor": 2, "number": 9, "restarts": 0}, True)  # it was on its way when it died
+    assert gradient_server.refused(again, mine, answers.news()) == ["first"]  # type: ignore[arg-type]
     assert mine == {4: "fourth"}
 
 
-@pytest.mark.parametrize("life", [0, 1])
-def test_what_died_with_a_worker_is_no_fault_of_the_books(life: int) -> None:
-    """Killed near the end: of its next life there is a good-bye and nothing else."""
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_what_died_with_a_worker_is_no_fault_of_the_count(restarts: int) -> None:
+    """Killed near the end: when it is back it says good-bye and no more."""
     events: list[Any] = []
     records = fake(folder=fake(event=lambda name, **facts: events.append((name, facts))))
-    crew = fake(publish=lambda: None, phases=fake(totals=dict))
-    last = {"actor": 1, "life": life, "sent": 0, "phases": {}}
+    context = fake(group=None, phases=fake(totals=dict))
+    last = {"actor": 1, "restarts": restarts, "sent": 0, "phases": {}}
     inbox = fake(drain=list, left={1: last}, lost=1)
     reducer = Reducer(3)
     reducer.offer(np.ones(2), 0, 0)
-    ledger = Ledger(crew, records)
-    ledger.table = lambda *_: ""  # type: ignore[method-assign]
-    if life == 0:
+    progress = RunProgress(context, records)
+    progress._speeds = lambda *_: ""  # type: ignore[method-assign]
+    if restarts == 0:
         with pytest.raises(WorkerError, match="0 were pushed, 0 applied and 1 refused"):
-            gradient_server.farewell(crew, ledger, inbox, reducer)
+            gradient_server.finish(progress, inbox, reducer)
         return
-    gradient_server.farewell(crew, ledger, inbox, reducer)
-    assert (ledger.restarts, ledger.lost) == (1, 1)
+    gradient_server.finish(progress, inbox, reducer)
+    assert (progress.restarts, progress.lost) == (1, 1)
     assert events == [("restart", {"worker": 1, "life": 1})]
 
 
 @pytest.mark.parametrize("error", [CollectiveError("it has finished"), FileNotFoundError()])
 def test_a_worker_that_comes_back_when_all_is_over(error: Exception) -> None:
-    """Killed between its good-bye and its end: its next life has nothing to do, and leaves."""
+    """Killed between its good-bye and its end: when it is back it has nothing to do, and leaves."""
 
     def pull(**_: Any) -> None:
         raise error
 
-    crew = Crew.__new__(Crew)
-    crew.worker = fake(timeout=1.0, board=fake(state=lambda rank: DONE))
-    crew._store, crew._newest, crew.stop, crew.life = fake(pull=pull), 0, False, 1
-    assert crew.pull() is None
-    assert crew.stop
-    crew.life = 0  # its first life has not seen a run yet
+    context = Context.__new__(Context)
+    context.worker = fake(
+        timeout=1.0, board=fake(state=lambda rank: DONE), weights=lambda *_, **__: fake(pull=pull)
+    )
+    context.stop, context.restarts = False, 1
+    weights = Weights(context)
+    assert weights.pull() is None
+    assert context.stop
+    context.restarts = 0  # one that was never restarted has not seen a run yet
     with pytest.raises(type(error)):
-        crew.pull()
+        weights.pull()
 
 
 def test_relays_must_divide_the_pushes() -> None:

@@ -19,10 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 ORDERS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 # Files outside engines/ that still ask for rank 0 themselves, and what is to become of that.
-RANK_0 = {
-    "strategies/crew.py": "goes into the one worker context",
-    "strategies/team.py": "goes into the one worker context",
-}
+RANK_0: dict[str, str] = {}
 
 # Looked up by name, in modules that are imported by name: who does.
 BY_NAME = {
@@ -30,7 +27,6 @@ BY_NAME = {
     "manyhands.bench.*.measure": "cli/bench.py",
     "manyhands.bench.*.table": "cli/bench.py",
     "manyhands.engines.*.worker.attach": "engines/attach.py",
-    "manyhands.engines.worker.run_payload": "engines/launch.py, for Ray",
     "manyhands.terminal.Relay.writelines": "whatever the user's program does with sys.stdout",
 }
 
@@ -153,6 +149,9 @@ def taken_from(tree: ast.AST) -> set[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             found.add((modules.get(node.value.id, ""), node.attr))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            module, _, name = node.value.partition(":")  # as functions and classes travel
+            found.add((module, name))
     return found
 
 

@@ -6,7 +6,7 @@
     edge_at    [E, 2] the (t, b) of those rows
     state      [B, S] an LSTM's state before the first row; `first` [T, B] where an episode begins
     version    of the policy that acted
-    actor, life, number, steps, episodes    who made it, in which life, and what happened
+    actor, restarts, number, steps, episodes    who made it, and what happened
 
 The learner computes every value with its own weights, so values do not travel. With whole episodes
 an unroll is one episode, [T, 1] with a T of its own; `joined` pads.

@@ -7,6 +7,7 @@ from numbers import Integral
 from typing import Any, Literal, get_args
 
 import gymnasium
+import numpy as np
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 
 from manyhands import seeding
@@ -169,3 +170,16 @@ def seeded_vector(
     if root_seed is not None:
         seeded.seeds_from(root_seed)
     return seeded
+
+
+def frame_stack(env: str, backend: str, env_kwargs: dict[str, Any], space: Any) -> int:
+    """How many frames each observation is a stack of, the newest last; 0 where it is none.
+
+    Those of ALE and of EnvPool's Atari games are; of other environments' images it is not known.
+    """
+    shape: Any = getattr(space, "shape", None) or ()
+    ale = env.startswith("ALE/") and backend in ("auto", "atari")
+    if len(shape) != 3 or space.dtype != np.uint8 or not (ale or backend == "envpool"):
+        return 0
+    stack = int(env_kwargs.get("frame_stack" if ale else "stack_num", 4))
+    return stack if shape[0] == stack and stack >= 2 else 0

@@ -20,184 +20,111 @@ the batch.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from manyhands import seeding
-from manyhands.algorithms.base import Across, Alone
 from manyhands.algorithms.impala import IMPALA
-from manyhands.collect.unroll import Unroll, UnrollCollector, joined
+from manyhands.collect.unroll import Unroll, joined
 from manyhands.engines.base import Channel
-from manyhands.experiment.records import Records
-from manyhands.strategies.across import OverGroup
 from manyhands.strategies.allreduce import CHECK_EVERY
-from manyhands.strategies.crew import PARCELS, Crew, Inbox
-from manyhands.strategies.ledger import Ledger
+from manyhands.strategies.context import Context
+from manyhands.strategies.experience import unroll_collector
+from manyhands.strategies.messages import Inbox, Weights, channel_to, goodbye, send
+from manyhands.strategies.progress import RunProgress
 
 
-def run(crew: Crew, records: Records, state: dict[str, Any] | None) -> dict[str, Any]:
-    if crew.experiment.strategy == "single":
-        return alone(crew, records, state)
-    if crew.part.role == "actor":
-        act(crew)
-        return {}
-    return learn(crew, Ledger(crew, records, crew.group), state)
+def run(context: Context, progress: RunProgress) -> None:
+    if context.part.role == "actor":
+        act(context)
+    else:
+        learn(context, progress)
 
 
-def channels(crew: Crew) -> list[Channel]:
+def channels(context: Context) -> list[Channel]:
     """One for each learner, which reads it."""
-    capacity = crew.experiment.run.queue
-    return [
-        crew.worker.channel(f"{PARCELS} {rank}", reader=rank, capacity=capacity)
-        for rank in crew.roles.ranks("learner")
-    ]
+    return [channel_to(context, rank) for rank in context.roles.ranks("learner")]
 
 
 # -- actors ----------------------------------------------------------------------------------------
 
 
-def act(crew: Crew) -> None:
-    outboxes = channels(crew)
-    crew.pull()
-    collector = collector_of(crew)
-    sent = crew.part.rank  # so that actors do not all begin with the same learner
-    while not crew.stop:
-        with crew.phases("rollout"):
-            unrolls = collector.collect(crew.algorithm.version)
+def act(context: Context) -> None:
+    weights, outboxes = Weights(context), channels(context)
+    weights.pull()
+    collector = unroll_collector(context)
+    sent = context.part.rank  # so that actors do not all begin with the same learner
+    while not context.stop:
+        with context.phases("rollout"):
+            unrolls = collector.collect(context.algorithm.version)
         steps = int(collector.valid_steps)
         for unroll in unrolls:
             done, collector.finished = collector.finished, []
             turn = sent % len(outboxes)
             next_one, others = outboxes[turn], [*outboxes[turn + 1 :], *outboxes[:turn]]
-            crew.send(next_one, unroll, steps=steps, episodes=done, otherwise=others)
+            send(context, next_one, unroll, steps=steps, episodes=done, otherwise=others)
             sent, steps = sent + 1, 0
         collector.carry(steps)
-        crew.pull()
-    crew.say_bye(*outboxes)
-
-
-def collector_of(crew: Crew) -> UnrollCollector:
-    run, algorithm = crew.experiment.run, crew.algorithm
-    envs, noise = crew.make_envs()
-    return UnrollCollector(
-        envs,
-        algorithm.actor,
-        run.rollout_length,
-        noise,
-        crew.normaliser,
-        whole_episodes=run.collect == "episodes",
-        state_size=getattr(algorithm.model, "state_size", 0),
-    )
+        weights.pull()
+    goodbye(context, *outboxes)
 
 
 # -- learners --------------------------------------------------------------------------------------
 
 
-def learn(crew: Crew, ledger: Ledger, state: dict[str, Any] | None) -> dict[str, Any]:
-    algorithm, group = crew.algorithm, ledger.group
+def learn(context: Context, progress: RunProgress) -> None:
+    algorithm = context.algorithm
     assert isinstance(algorithm, IMPALA)
-    across: Across = Alone() if group is None else OverGroup(group, crew.phases)
-    inbox = Inbox(crew, channels(crew)[crew.part.rank], crew.acting)
-    replay = Replay(crew)
-    if state is None:
-        ledger.checkpoint()  # of step 0: from here on the run can always be gone on with
-    else:
-        ledger.restore(state)
-    crew.publish()
-    while ledger.goes_on():
-        unrolls = replay.mixed_with(_fresh(crew, ledger, inbox, replay.fresh_share), ledger)
-        with crew.phases("optimisation"):
+    weights, replay = Weights(context), UnrollReplay(context)
+    inbox = Inbox(context, channels(context)[context.part.rank], context.acting)
+    progress.begin()
+    weights.publish()
+    while progress.goes_on():
+        unrolls = replay.mixed_with(fresh(progress, inbox, replay.fresh_share), progress)
+        with context.phases("optimisation"):
             batch = algorithm.prepare_unroll(joined(unrolls))
-            info = algorithm.update(batch, across, ledger.progress)
-        crew.publish()
-        ledger.close_update(info, inbox)
-        if group is not None and algorithm.version % CHECK_EVERY == 0:
-            with crew.phases("synchronisation"):
-                group.check_equal("learners", {"weights": algorithm.flat.data})
-    return farewell(crew, ledger, inbox)
+            info = algorithm.update(batch, context.across, progress.fraction)
+        weights.publish()
+        progress.close_update(info, inbox=inbox)
+        if algorithm.version % CHECK_EVERY == 0:
+            context.check_equal("learners")
+    context.stop = True
+    weights.publish()
+    progress.late = len(inbox.drain())  # played, and not learned from: the run was over
+    progress.all_left(inbox)
 
 
-def _fresh(crew: Crew, ledger: Ledger, inbox: Inbox, count: int) -> list[Unroll]:
+def fresh(progress: RunProgress, inbox: Inbox, count: int) -> list[Unroll]:
     """The next unrolls that are not too old, in order of arrival."""
     found: list[Unroll] = []
     while len(found) < count:
-        parcel = inbox.get()
-        if parcel is not None and ledger.accept(parcel):
-            found.append(parcel)
+        message = inbox.get()
+        if message is not None and progress.accept(message):
+            found.append(message)
     return found
 
 
-def farewell(crew: Crew, ledger: Ledger, inbox: Inbox) -> dict[str, Any]:
-    """The word to stop; then everything that is still under way, until all have said good-bye."""
-    crew.stop = True
-    crew.publish()
-    ledger.late = len(inbox.drain())  # played, and not learned from: the run was over
-    ledger.gone(inbox)
-    times = {rank: dict(last["phases"]) for rank, last in inbox.left.items()}
-    mine = [crew.phases.totals()]
-    if ledger.group is not None:
-        ledger.lost = int(ledger.group.sum(float(ledger.lost)))
-        mine = ledger.group.exchange(mine[0])
-    everyone = [*mine, *times.values()]
-    return {"times": everyone, "table": ledger.table(inbox, times), "ledger": ledger}
+class UnrollReplay:
+    """A few recent unrolls to learn from once more; never ones that are older than max_lag."""
 
-
-class Replay:
-    """A few recent unrolls to learn from again; never ones that are older than max_lag."""
-
-    def __init__(self, crew: Crew) -> None:
-        run, options = crew.experiment.run, crew.experiment.options
-        learners = max(1, len(crew.roles.ranks("learner")))
+    def __init__(self, context: Context) -> None:
+        run, options = context.experiment.run, context.experiment.options
+        learners = max(1, len(context.roles.ranks("learner")))
         share = run.unrolls_per_update // learners
-        self._size = int(options.replay)
+        self._size, self._max_lag = int(options.replay), run.max_lag
         self._old_share = round(share * options.replay_share) if self._size else 0
         self._old_share = min(self._old_share, share - 1)  # something new in every update
         self.fresh_share = share - self._old_share
         self._kept: list[Unroll] = []
-        self._rng = seeding.generator(run.seed, "replay", crew.rank)
+        self._rng: np.random.Generator = seeding.generator(run.seed, "replay", context.rank)
 
-    def mixed_with(self, fresh: list[Unroll], ledger: Ledger) -> list[Unroll]:
+    def mixed_with(self, new: list[Unroll], progress: RunProgress) -> list[Unroll]:
         if not self._size:
-            return fresh
-        oldest = ledger.crew.experiment.run.max_lag
-        self._kept = [u for u in self._kept if ledger.lag(int(u["version"])) <= oldest]
+            return new
+        self._kept = [u for u in self._kept if progress.lag(int(u["version"])) <= self._max_lag]
         count = min(self._old_share, len(self._kept))
         chosen = self._rng.permutation(len(self._kept))[:count]
         old = [self._kept[int(i)] for i in chosen]
         for unroll in old:
-            ledger.learned(ledger.lag(int(unroll["version"])))
-        self._kept = [*self._kept, *fresh][-self._size :]
-        return [*fresh, *old]
-
-
-# -- one worker ------------------------------------------------------------------------------------
-
-
-def alone(crew: Crew, records: Records, state: dict[str, Any] | None) -> dict[str, Any]:
-    """Strategy single: the same collector and the same update, in turn. No lag, no channel."""
-    algorithm, ledger = crew.algorithm, Ledger(crew, records)
-    assert isinstance(algorithm, IMPALA)
-    if state is None:
-        ledger.checkpoint()
-    else:
-        ledger.restore(state)
-    collector, replay = collector_of(crew), Replay(crew)
-    waiting: list[Unroll] = []
-    while ledger.goes_on():
-        steps = 0
-        while len(waiting) < replay.fresh_share:
-            with crew.phases("rollout"):
-                waiting += collector.collect(algorithm.version)
-            steps += int(collector.valid_steps)
-        fresh, waiting = waiting[: replay.fresh_share], waiting[replay.fresh_share :]
-        done, collector.finished = collector.finished, []
-        rows = [[crew.first_env + e.env, e.total_return, e.length, 0] for e in done]
-        ledger.taken(steps, np.array(rows, np.float64).reshape(-1, 4))
-        for unroll in fresh:
-            ledger.learned(ledger.lag(int(unroll["version"])))
-        with crew.phases("optimisation"):
-            batch = algorithm.prepare_unroll(joined(replay.mixed_with(fresh, ledger)))
-            info = algorithm.update(batch, Alone(), ledger.progress)
-        ledger.close_update(info)
-    return {"times": [crew.phases.totals()], "table": "", "ledger": ledger}
+            progress.learned(progress.lag(int(unroll["version"])))
+        self._kept = [*self._kept, *new][-self._size :]
+        return [*new, *old]

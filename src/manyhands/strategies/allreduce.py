@@ -11,20 +11,24 @@ when learning takes long or observations are large; it loses when minibatches ar
 
 from __future__ import annotations
 
-from manyhands.strategies.team import Team
+from manyhands.strategies.context import Context
+from manyhands.strategies.experience import rollout_collector
+from manyhands.strategies.progress import EveryWorker, RunProgress
 
 CHECK_EVERY = 100  # updates between two looks at whether the replicas are still equal
 
 
-def run(team: Team) -> None:
-    algorithm = team.algorithm
-    team.share_weights()
-    while team.goes_on():
-        with team.phases("rollout"):
-            rollout = team.collector.collect()
+def run(context: Context, progress: RunProgress) -> None:
+    collector = rollout_collector(context)
+    algorithm = context.algorithm
+    progress.begin(EveryWorker(context, collector))
+    context.share_weights()
+    while progress.goes_on():
+        with context.phases("rollout"):
+            rollout = collector.collect()
             batch = algorithm.prepare(rollout)
-        with team.phases("optimisation"):
-            info = algorithm.update(batch, team.across, team.progress)
-        team.close_update(rollout, info)
+        with context.phases("optimisation"):
+            info = algorithm.update(batch, context.across, progress.fraction)
+        progress.close_update(info, rollout)
         if algorithm.version % CHECK_EVERY == 0:
-            team.check_replicas()
+            context.check_equal("replicas")

@@ -24,91 +24,97 @@ from typing import Any
 from manyhands.algorithms.base import Alone, recentred
 from manyhands.collect.rollout import Collector, Rollout
 from manyhands.policy import build_normaliser
-from manyhands.strategies.team import Team
+from manyhands.strategies.context import Context
+from manyhands.strategies.experience import rollout_collector
+from manyhands.strategies.progress import EveryWorker, RunProgress
 from manyhands.trees import take
 from manyhands.types import Batch
 
 
-def run(team: Team) -> None:
-    if team.experiment.run.overlap:
-        return overlapped(team)
-    algorithm, alone = team.algorithm, Alone()
-    while team.goes_on():
-        with team.phases("synchronisation"):
-            team.share_weights()
-        with team.phases("rollout"):
-            rollout = team.collector.collect()
+def run(context: Context, progress: RunProgress) -> None:
+    if context.experiment.run.overlap:
+        return overlapped(context, progress)
+    collector = rollout_collector(context)
+    algorithm, group, alone = context.algorithm, context.worker.group, Alone()
+    progress.begin(EveryWorker(context, collector))
+    while progress.goes_on():
+        with context.phases("synchronisation"):
+            context.share_weights()
+        with context.phases("rollout"):
+            rollout = collector.collect()
             batch = algorithm.prepare(rollout)
-        with team.phases("synchronisation"):
-            rows = team.group.gather(batch)
+        with context.phases("synchronisation"):
+            rows = group.gather(batch)
         info = {}
         if rows is not None:
-            with team.phases("optimisation"):
-                info = algorithm.update(rows, alone, team.progress)
-        team.close_update(rollout, info)
-    team.share_weights()
+            with context.phases("optimisation"):
+                info = algorithm.update(rows, alone, progress.fraction)
+        progress.close_update(info, rollout)
+    context.share_weights()
 
 
-def overlapped(team: Team) -> None:
-    algorithm = team.algorithm
-    waiting = _Waiting(team)
-    nothing = None if team.acts else _no_rows(team)
-    while team.goes_on():
-        with team.phases("synchronisation"):
-            team.share_weights()
+def overlapped(context: Context, progress: RunProgress) -> None:
+    collector = rollout_collector(context)
+    algorithm, group = context.algorithm, context.worker.group
+    keeper = EveryWorker(context, collector)
+    progress.begin(keeper)
+    waiting = _Waiting(context, keeper)
+    no_rows = None if context.acts else _no_rows(context, collector)
+    while progress.goes_on():
+        with context.phases("synchronisation"):
+            context.share_weights()
         rollout: Rollout | None = None
         version, info = algorithm.version, {}
         learned = waiting.there
-        if team.acts:
-            with team.phases("rollout"):
-                rollout = team.collector.collect()
+        if no_rows is None:
+            with context.phases("rollout"):
+                rollout = collector.collect()
                 batch = algorithm.prepare(rollout)
         else:
-            assert nothing is not None
-            batch, info = nothing, waiting.learn()
-        with team.phases("synchronisation"):
-            rows = team.group.gather(batch)
+            batch, info = no_rows, waiting.learn(progress.fraction)
+        with context.phases("synchronisation"):
+            rows = group.gather(batch)
         waiting.take(rows, version)
-        team.close_update(rollout, info, learned=learned)
-    if not team.stopped and waiting.there:
-        team.close_update(None, waiting.learn())
-    team.share_weights()
+        progress.close_update(info, rollout, learned=learned)
+    if not progress.stopped and waiting.there:
+        progress.close_update(waiting.learn(progress.fraction))
+    context.share_weights()
 
 
 class _Waiting:
     """The batch that has been gathered and not yet learned from. Rows are on the main worker only,
     but all workers know whether there is one."""
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
+    def __init__(self, context: Context, keeper: EveryWorker) -> None:
+        self._context = context
         self._rows: Batch | None = None
         self.version = -1  # of the policy that made it
         self.there = False
-        team.extra_state = self._state
-        if team.loaded_extra is not None:
-            self._rows, self.there = team.loaded_extra["rows"], team.loaded_extra["there"]
-            self.version = team.loaded_extra["version"]
+        keeper.extra = self._state
+        if keeper.loaded is not None:
+            self._rows, self.there = keeper.loaded["rows"], keeper.loaded["there"]
+            self.version = keeper.loaded["version"]
 
     def take(self, rows: Batch | None, version: int) -> None:
         self._rows, self.version, self.there = rows, version, True
 
-    def learn(self) -> dict[str, float]:
-        rows, self._rows, team = self._rows, None, self._team
+    def learn(self, fraction: float) -> dict[str, float]:
+        rows, self._rows, algorithm = self._rows, None, self._context.algorithm
         self.there = False
         if rows is None:
             return {}
-        with team.phases("optimisation"):
-            lag = float(team.algorithm.version - self.version)
-            rows = recentred(rows, team.algorithm.actor) if lag else rows
-            return team.algorithm.update(rows, Alone(), team.progress) | {"lag": lag}
+        with self._context.phases("optimisation"):
+            lag = float(algorithm.version - self.version)
+            rows = recentred(rows, algorithm.actor) if lag else rows
+            return algorithm.update(rows, Alone(), fraction) | {"lag": lag}
 
     def _state(self) -> dict[str, Any]:
         return {"rows": self._rows, "there": self.there, "version": self.version}
 
 
-def _no_rows(team: Team) -> Batch:
+def _no_rows(context: Context, collector: Any) -> Batch:
     """The main worker's part of every batch: the right columns, and none of them filled."""
-    collector = team.collector
-    normaliser = build_normaliser(team.experiment, collector.envs.observation_space)
-    probe = Collector(collector.envs, team.algorithm.actor, 1, collector.noise, normaliser)
-    return take(team.algorithm.prepare(probe.collect()), slice(0, 0))
+    normaliser = build_normaliser(context.experiment, collector.envs.observation_space)
+    actor = context.algorithm.actor
+    probe = Collector(collector.envs, actor, 1, collector.noise, normaliser)
+    return take(context.algorithm.prepare(probe.collect()), slice(0, 0))

@@ -1,0 +1,120 @@
+"""An Ape-X actor: environments, a shard to write to, an inbox to report to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manyhands import trees
+from manyhands.algorithms.off_policy import OffPolicy
+from manyhands.errors import CollectiveError
+from manyhands.replay.frames import HeldFrames
+from manyhands.replay.shard_writer import ShardWriter
+from manyhands.strategies import experience
+from manyhands.strategies.context import Context
+from manyhands.strategies.messages import Message, Weights, goodbye, send
+from manyhands.trees import Array
+from manyhands.types import Batch
+
+REPLAY, REPORTS = "manyhands: replay", "manyhands: reports"
+
+
+def act(context: Context) -> None:
+    """Freely: the replay's limit alone keeps it from running away from the learner."""
+    actor, weights = Actor(context), Weights(context)
+    news = weights.pull()
+    actor.begin()
+    steps = 0
+    while not context.stop:
+        steps = steps if news is None else int(news["steps"])
+        actor.append(*actor.act(steps))
+        actor.report()
+        news = weights.pull()
+    actor.leave()
+
+
+class Actor:
+    """Everything that one actor has."""
+
+    transitions: experience.Transitions
+
+    def __init__(self, context: Context) -> None:
+        self.context, self.options = context, context.experiment.options
+        self.outbox = ReportsOutbox(context)
+        self.writer = ShardWriter.connect(
+            context.worker, REPLAY, context.part.rank, timeout=context.worker.timeout
+        )
+        framed, room = experience.frames_of(context) is not None, experience.held_room
+        self._held = HeldFrames(self.writer.frames, room(context)) if framed else None
+
+    def begin(self) -> None:
+        """Once the session is known, which decides the seeds."""
+        self.transitions = experience.Transitions(self.context, self._held)
+
+    def act(self, steps: int) -> tuple[Batch | None, Array | None]:
+        """Steps until it is time for newer weights; the transitions, and their first priorities.
+
+        `steps` of all actors, as far as is known here, decide how much is explored.
+        """
+        context, o = self.context, self.options
+        with context.phases("rollout"):
+            rows = joined([self.transitions.step(steps) for _ in range(o.pull_every)])
+        if rows is None or not o.prioritized:
+            return rows, None
+        with context.phases("first priorities"):
+            return rows, first_errors(context, self.transitions.whole(rows))
+
+    def append(self, rows: Batch | None, errors: Array | None) -> None:
+        if self._held is not None:
+            self._held.release()
+        if rows is not None:
+            waited = self.writer.seconds_waited
+            self.writer.append(rows, errors)
+            self.context.phases.add("waiting for room", self.writer.seconds_waited - waited)
+
+    def report(self) -> None:
+        """The main learner hears of steps and finished episodes."""
+        steps, episodes = self.transitions.taken()
+        send(self.context, self.outbox, {}, steps=steps, episodes=episodes)
+
+    def leave(self) -> None:
+        self.writer.flush()
+        goodbye(self.context, self.outbox)
+        self.outbox.flush()
+
+
+class ReportsOutbox:
+    """To the main learner's inbox: one message under way, so that they arrive in order."""
+
+    def __init__(self, context: Context) -> None:
+        self.service = context.worker.service(REPORTS)
+        self._timeout = context.worker.timeout
+        self._sent: Any = None
+
+    def put(self, message: Message) -> None:
+        self.flush()
+        self._sent = self.service.call_async("put", message)
+
+    def flush(self) -> None:
+        if self._sent is None:
+            return
+        try:
+            self._sent.result(self._timeout or None)
+        except TimeoutError:
+            raise CollectiveError(
+                f"{self.service.name}: not confirmed within {self._timeout:g} s"
+            ) from None
+        self._sent = None
+
+
+def first_errors(context: Context, rows: Batch) -> Array:
+    """TD errors by the weights that are here: no row waits for the learner to look at it."""
+    see, algorithm = context.normaliser.apply, context.algorithm
+    assert isinstance(algorithm, OffPolicy)
+    seen = rows | {"obs": see(rows["obs"]), "next_obs": see(rows["next_obs"])}
+    return algorithm.td_errors(seen, own_target=True)
+
+
+def joined(parts: list[Batch]) -> Batch | None:
+    """The rows of several steps end to end; None where there are none."""
+    parts = [part for part in parts if len(part["reward"])]
+    return trees.concat(parts) if parts else None

@@ -1,0 +1,171 @@
+"""One worker's place in a run: what it was asked for, its role, its policy, its environments.
+
+Every strategy is a program over a Context and a RunProgress, on every worker, whatever its role:
+
+    synchronous    all workers act and count together: single (on-policy), gather, allreduce
+    asynchronous   actors send, learners or a server learn; also one worker that does both in turn
+
+`group` are the workers that learn and count together, `across` is the seam over them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from manyhands import devices, roles, seeding
+from manyhands.algorithms.base import Across, Algorithm, Alone
+from manyhands.config import Experiment
+from manyhands.engines.base import Worker, cores
+from manyhands.engines.group import Group
+from manyhands.envs import make_vec
+from manyhands.envs.adapter import VecAdapter
+from manyhands.envs.chance import EnvNoise
+from manyhands.experiment.timing import Phases
+from manyhands.math.running_stats import Normaliser, RunningStats
+from manyhands.policy import build_model, build_normaliser
+
+RESTARTS = 1000  # that one session of a run may have: seeds of different sessions differ
+
+
+class Context:
+    """What one worker needs in a run. `build` makes its policy, `make_envs` its environments."""
+
+    algorithm: Algorithm
+    normaliser: Normaliser
+    spaces: tuple[Any, Any]  # of observations, of actions
+    across: Across
+
+    def __init__(self, experiment: Experiment, worker: Worker) -> None:
+        run = experiment.run
+        self.experiment, self.worker = experiment, worker
+        self.rank, self.is_main = worker.place.rank, worker.place.is_main
+        self.roles = roles.of_run(experiment.strategy, run.workers, run.learners, run.reducers)
+        self.part = self.roles.of(self.rank)
+        self.phases = Phases()
+        self.learns_from = experiment.spec.learns_from
+        alike = list(self.roles.counts) == ["worker"]
+        self.synchronous = alike and self.learns_from == "rollout"
+        self.learns = self.synchronous or self.is_main or self.part.role == "learner"
+        # With overlap the main worker only learns.
+        self.acting = (self.roles.ranks("actor") or self.roles.ranks("worker"))[-run.actors :]
+        self.acts = self.rank in self.acting
+        self.group = self._group()
+        who = f"{self.part.role} {self.part.rank}"
+        self.seat = devices.seat(run.device if self.learns else "cpu", worker.place, who)
+        self.restarts = worker.restarts
+        self.session = 0  # how often the run was resumed with new episodes
+        self.envs: VecAdapter | None = None
+        self.first_env = 0  # the number of this worker's first environment among all
+        self.sent = 0  # messages
+        self.stop = False  # what actors hear with the weights
+
+    def _group(self) -> Group | None:
+        if self.synchronous:
+            return self.worker.group
+        learners = self.roles.ranks("learner")
+        if len(learners) > 1 and self.rank in learners:
+            return self.worker.group.among(learners, "learners")
+        return None
+
+    def build(self, spaces: tuple[Any, Any]) -> None:
+        """The policy, as its seed begins, its normaliser, and the seam."""
+        run, options = self.experiment.run, self.experiment.options
+        self.spaces = spaces
+        self.normaliser = build_normaliser(self.experiment, spaces[0])
+        parts = {"obs": self.normaliser.obs, "returns": self.normaliser.returns}
+        self.statistics: dict[str, RunningStats] = {k: v for k, v in parts.items() if v is not None}
+        model = build_model(self.experiment, *spaces)
+        # Learners of images get the cores that are left. WHY not all learners: threads that meet
+        # after every small product of an MLP cost more than they bring, and on a machine with other
+        # jobs a hundred times more.
+        acts = self.part.role in ("actor", "worker")
+        if not acts and run.engine in ("local", "ray") and _convolves(model):
+            torch.set_num_threads(max(1, cores() - run.workers + 1))
+        kind: type[Algorithm] = self.experiment.spec.load()
+        device = devices.to_compute_on(self.seat.device)
+        self.algorithm = kind(model, options, seed=run.seed, device=device)
+        self.across = Alone()
+        if self.group is not None and self.group.size > 1:
+            self.across = OverGroup(self.group, self.phases)
+
+    def make_envs(self) -> tuple[VecAdapter, EnvNoise]:
+        """This worker's environments, and the chance in its actions.
+
+        CRUCIAL: a worker that was restarted, or a session, has a root seed of its own, so that no
+        episode is played twice.
+        """
+        run = self.experiment.run
+        # A worker that only learns has one environment, whose number nobody else has, for its
+        # spaces; it is never stepped in training.
+        here = run.envs_per_worker if self.acts else 1
+        first = here * self.acting.index(self.rank) if self.acts else run.num_envs
+        start = self.session * RESTARTS + self.restarts
+        seed = run.seed if start == 0 else seeding.integer(run.seed, "life", start)
+        if start:
+            seeding.seed_everything(seed, "worker", self.rank)
+        self.envs = make_vec(
+            run.env,
+            here,
+            backend=run.env_backend,  # type: ignore[arg-type]  # validate.py has checked it
+            seed=seed,
+            worker=self.rank,
+            box_actions=run.box_actions,
+            **run.env_kwargs,
+        )
+        self.envs.number_from(first)
+        self.first_env = first
+        return self.envs, EnvNoise(seed, first, here)
+
+    def close(self) -> None:
+        if self.envs is not None:
+            self.envs.close()
+
+    # -- the other workers -----------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self.roles.name(self.rank)
+
+    @property
+    def run_is_over(self) -> bool:
+        """Whether this worker was restarted when the run had ended: nobody waits for it."""
+        return self.restarts > 0 and self.worker.main_has_left()
+
+    def share_weights(self) -> None:
+        """The main worker's weights, on all."""
+        flat = self.algorithm.flat.data
+        if self.worker.group.size > 1:
+            flat.copy_(self.worker.hand_out(flat))
+
+    def check_equal(self, who: str) -> None:
+        """Whether all that learn together still have the same weights, to the bit."""
+        if self.group is not None and self.group.size > 1:
+            with self.phases("synchronisation"):
+                self.group.check_equal(who, {"weights": self.algorithm.flat.data})
+
+
+class OverGroup:
+    """The seam over a group of workers: sums and moments over the rows of all of them. The time
+    that it takes is `synchronisation`."""
+
+    def __init__(self, group: Group, phases: Phases) -> None:
+        self._group, self._phases = group, phases
+
+    def sum(self, x: Any) -> Any:
+        with self._phases("synchronisation"):
+            return self._group.sum(x)
+
+    def moments(self, x: Any) -> tuple[float, float, int]:
+        with self._phases("synchronisation"):
+            return self._group.moments(x)
+
+    def place(self, rows: int) -> tuple[int, int]:
+        with self._phases("synchronisation"):
+            counts = self._group.exchange(rows)
+        return sum(counts[: self._group.rank]), sum(counts)
+
+
+def _convolves(model: torch.nn.Module) -> bool:
+    return any(isinstance(part, torch.nn.Conv2d) for part in model.modules())

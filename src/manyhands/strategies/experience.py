@@ -1,0 +1,264 @@
+"""Where experience comes from: the collectors of this worker's environments, and its replay.
+
+    rollouts      on-policy algorithms      Collector, EpisodeCollector   collect/
+    unrolls       IMPALA                    UnrollCollector               collect/
+    transitions   DQN, DDPG                 Transitions, into a replay    here
+
+Steps of the environments and what is learned from are counted where the collector is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from manyhands import seeding, trees
+from manyhands.algorithms.base import Across
+from manyhands.algorithms.off_policy import OffPolicy
+from manyhands.collect.episodes import EpisodeCollector
+from manyhands.collect.rollout import Collector
+from manyhands.collect.unroll import UnrollCollector
+from manyhands.envs.adapter import Episode
+from manyhands.envs.make import frame_stack
+from manyhands.envs.spaces import zeros
+from manyhands.math.optimiser import make_schedule
+from manyhands.replay.buffer import PrioritizedReplay, Replay
+from manyhands.replay.frames import Frames, HeldFrames, StackLog
+from manyhands.replay.n_step import NStep
+from manyhands.strategies.context import Context
+from manyhands.trees import Array
+from manyhands.types import Batch, Info, Obs
+
+# -- on-policy, and IMPALA -------------------------------------------------------------------------
+
+
+def rollout_collector(context: Context) -> Collector | EpisodeCollector:
+    """Environments first: the policy is built for their spaces."""
+    run, group = context.experiment.run, context.worker.group
+    with context.phases("starting"):
+        actors = group
+        if run.overlap:
+            actors = group.subgroup(context.acting) or group
+        envs, noise = context.make_envs()
+        context.build((envs.observation_space, envs.action_space))
+    actor, normaliser = context.algorithm.actor, context.normaliser
+    if run.collect == "steps":
+        return Collector(envs, actor, run.rollout_length, noise, normaliser)
+
+    def exchange(value: Any) -> list[Any]:
+        with context.phases("synchronisation"):
+            return actors.exchange(value)
+
+    return EpisodeCollector(
+        envs,
+        actor,
+        run.batch_steps,
+        noise,
+        normaliser,
+        rank=actors.rank,
+        size=actors.size,
+        exchange=exchange,
+    )
+
+
+def unroll_collector(context: Context) -> UnrollCollector:
+    run, algorithm = context.experiment.run, context.algorithm
+    envs, noise = context.make_envs()
+    return UnrollCollector(
+        envs,
+        algorithm.actor,
+        run.rollout_length,
+        noise,
+        context.normaliser,
+        whole_episodes=run.collect == "episodes",
+        state_size=getattr(algorithm.model, "state_size", 0),
+    )
+
+
+# -- transitions -----------------------------------------------------------------------------------
+
+
+class Transitions:
+    """Steps environments and makes n-step transitions of what happens.
+
+    `frames` is where frames of stacked images go: transitions then hold their tickets (frames.py).
+    """
+
+    def __init__(self, context: Context, frames: Any = None) -> None:
+        o, algorithm = context.experiment.options, context.algorithm
+        assert isinstance(algorithm, OffPolicy)
+        self.context, self.normaliser = context, context.normaliser
+        self.envs, self._chance = context.make_envs()
+        here = self.envs.num_envs
+        total = context.experiment.run.num_envs
+        self.explorer = algorithm.explorer(self._chance, context.first_env, here, total)
+        self.n_step = NStep(o.n_step, o.gamma, here)
+        self._row = self.envs.blank()
+        self.obs: Obs = None
+        self._frames = frames
+        stack = 0 if frames is None else context.spaces[0].shape[0]
+        self._log = None if frames is None else StackLog(frames, here, stack)
+        self.episodes: list[Episode] = []
+        self.steps = 0  # since `taken` was last called
+        self.last_steps = 0  # of the last call
+        self.made = 0  # transitions, ever
+
+    def step(self, steps: int) -> Batch:
+        """One step of each environment; the transitions that it completed. `steps` of all workers
+        decide how much is explored."""
+        if self.obs is None:
+            self._begin(self.envs.reset())
+        seen = self.normaliser.see(self.obs)
+        stored, sent = self.explorer.act(seen, steps)
+        row = self.envs.step(sent, self._row)
+        ended = row.terminated | row.truncated
+        self.normaliser.scale(row.reward, ended)
+        # Raw observations: they are normalised when they are learned from, as the policy then sees.
+        kept, reached = self.obs, row.obs
+        if self._log is not None:
+            kept = self._log.current
+            reached = self._log.step(self.obs, row.obs, row.finals)
+        elif row.finals:
+            reached = row.next_obs()
+        rows: Batch = self.n_step.push(
+            {"obs": kept, "action": stored},
+            row.reward,
+            reached,
+            row.terminated,
+            row.truncated,
+            row.valid,
+        )
+        del rows["steps"]
+        trees.copy_into(self.obs, row.obs)
+        if row.finals:
+            self.explorer.restart(ended)
+            self.episodes += row.episodes
+        self.last_steps = int(np.count_nonzero(row.valid))
+        self.steps += self.last_steps
+        self.made += len(rows["reward"])
+        return rows
+
+    def _begin(self, obs: Obs) -> None:
+        self.obs = obs
+        if self._log is not None:
+            self._log.start(obs)
+
+    def whole(self, rows: Batch) -> Batch:
+        """Transitions that were made just now, with their observations as they were seen."""
+        if not isinstance(self._frames, HeldFrames):
+            return rows
+        stacks = self._frames.stacks
+        return rows | {name: stacks(rows[name]) for name in ("obs", "next_obs")}
+
+    def taken(self) -> tuple[int, list[Episode]]:
+        """Steps and finished episodes since the last time."""
+        taken = self.steps, self.episodes
+        self.steps, self.episodes = 0, []
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "envs": None if self.obs is None else self.envs.state(self.obs),
+            "chance": self._chance.state(),
+            "explorer": self.explorer.state(),
+            "n_step": self.n_step.state(),
+            "made": self.made,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> list[str]:
+        self._chance.load_state(state["chance"])
+        self.explorer.load_state(state["explorer"])
+        self.n_step.load_state(state["n_step"])
+        self.made = int(state["made"])
+        if state["envs"] is None:
+            return []
+        restored = self.envs.load_state(state["envs"])
+        self._begin(restored.obs)
+        if self._log is not None:
+            self.n_step.forget()  # its tickets are of frames that need not be there any more
+        if restored.restarted:
+            self.n_step.forget(restored.restarted)
+            self.normaliser.forget(restored.restarted)
+        return list(restored.reasons)
+
+
+class ReplayLearner:
+    """Gradient steps on batches from a replay, and what is reported of them."""
+
+    def __init__(self, context: Context) -> None:
+        algorithm = context.algorithm
+        assert isinstance(algorithm, OffPolicy)
+        self.algorithm, self._normaliser = algorithm, context.normaliser
+        self._beta = make_schedule(context.experiment.options.beta)
+        self._sums: Info = {}
+        self._count = 0
+        self.drawn = 0  # transitions, ever
+
+    def beta(self, progress: float) -> float:
+        return min(1.0, max(0.0, self._beta(progress)))
+
+    def rows(self, drawn: Any) -> Batch:
+        """What was drawn, as the algorithm takes it."""
+        rows, see = drawn.rows, self._normaliser.apply
+        seen = {"obs": see(rows["obs"]), "next_obs": see(rows["next_obs"])}
+        return {**rows, **seen, "weight": drawn.weights}
+
+    def learn(self, rows: Batch, across: Across, progress: float) -> Array:
+        """One gradient step; the new TD errors of these rows."""
+        info = self.algorithm.update(rows, across, progress)
+        for name, value in info.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+        self._count += 1
+        return self.algorithm.errors
+
+    def report(self) -> Info:
+        """Means since the last report; none of them where no step was taken."""
+        count, sums = self._count, self._sums
+        self._count, self._sums = 0, {}
+        return {name: value / count for name, value in sums.items()} | {
+            "gradient_steps": float(count)
+        }
+
+
+def example_row(context: Context) -> Batch:
+    """One transition of zeros: the shape of the replay."""
+    space, actions = context.spaces
+    obs = zeros(space, (1,))
+    first = trees.take(obs, 0)
+    discrete = type(actions).__name__ == "Discrete"
+    return {
+        "obs": first,
+        "action": np.int64(0) if discrete else np.zeros(actions.shape, np.float32),
+        "reward": np.float32(0.0),
+        "next_obs": first,
+        "discount": np.float32(0.0),
+    }
+
+
+def frames_of(context: Context, shards: int = 1) -> Frames | None:
+    """How to keep observations that are stacks of frames; None where they are something else."""
+    run, o = context.experiment.run, context.experiment.options
+    if not frame_stack(run.env, run.env_backend, run.env_kwargs, context.spaces[0]):
+        return None
+    rows = o.replay_size // shards
+    # A frame a step and a few more at each start; and those of transitions that are not complete.
+    return Frames(capacity=rows + rows // 10 + held_room(context))
+
+
+def held_room(context: Context) -> int:
+    """Frames that may be on their way on an actor: of the steps between two messages and of the
+    transitions that begin in them, were each of them to end an episode."""
+    run, o, stack = context.experiment.run, context.experiment.options, context.spaces[0].shape[0]
+    return int(run.envs_per_worker * (o.pull_every + o.n_step + stack + 1) * (stack + 2))
+
+
+def make_replay(context: Context) -> Replay:
+    o, example, frames = context.experiment.options, example_row(context), frames_of(context)
+    seed = seeding.integer(context.experiment.run.seed, "replay")
+    if not o.prioritized:
+        return Replay(o.replay_size, example, seed=seed, frames=frames)
+    return PrioritizedReplay(
+        o.replay_size, example, alpha=o.priority_alpha, eps=o.priority_epsilon, seed=seed,
+        frames=frames,
+    )  # fmt: skip

@@ -1,0 +1,206 @@
+"""What travels between the workers of an asynchronous run.
+
+    actor ──► learner    messages: plain dicts, in channels that hold a few of each sender
+    learner ──► actor    the newest weights, with the word to stop
+
+A message says who made it (`actor`, `restarts`, `number`), with which policy (`version`), what
+happened meanwhile (`steps`, `episodes`, `seen`), and carries its load: an unroll, a gradient. The
+last one says `goodbye`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from manyhands.engines.base import Channel, WeightStore
+from manyhands.errors import CollectiveError, WorkerError
+from manyhands.math.running_stats import Moments
+from manyhands.strategies.context import Context
+from manyhands.strategies.progress import episode_rows
+
+Message = dict[str, Any]
+POLICY, MESSAGES = "manyhands: policy", "manyhands: messages"
+_FIRST_TRY, _LONGEST_TRY = 0.005, 0.5  # seconds at one of several channels, before the next
+
+
+class Outbox(Protocol):
+    """Where messages are put: a channel, or what does as one does."""
+
+    def put(self, tree: Any, /) -> None: ...
+
+
+# -- to those that learn ---------------------------------------------------------------------------
+
+
+def channel_to(context: Context, rank: int) -> Channel:
+    """The channel that the worker of that rank reads."""
+    capacity = context.experiment.run.queue
+    return context.worker.channel(f"{MESSAGES} {rank}", reader=rank, capacity=capacity)
+
+
+def send(
+    context: Context,
+    channel: Outbox,
+    load: Message,
+    *,
+    steps: int,
+    episodes: Any = (),
+    otherwise: Sequence[Channel] = (),
+) -> int:
+    """Put a message into a channel; its number. Waits while there is no room.
+
+    Where the channel stays full, one of the `otherwise` is tried.
+    """
+    context.sent += 1
+    seen = {}
+    for name, stats in context.statistics.items():
+        seen[name] = stats.delta()
+        stats.pending = Moments.empty(stats.shape)  # handed over, once
+    message = load | {
+        "actor": context.rank,
+        "restarts": context.restarts,
+        "number": context.sent,
+        "steps": steps,
+        "episodes": episode_rows(context, episodes),
+        "seen": seen,
+    }
+    with context.phases("waiting for room"):
+        put_to_any([channel, *otherwise], message, context.worker.timeout)
+    return context.sent
+
+
+def goodbye(context: Context, *channels: Outbox) -> None:
+    """The last message, to each that reads; with where this worker's time went."""
+    last = {"goodbye": True, "actor": context.rank, "restarts": context.restarts}
+    for channel in channels:
+        channel.put(last | {"sent": context.sent, "phases": context.phases.totals()})
+
+
+def put_to_any(channels: Sequence[Any], message: Message, timeout: float) -> None:
+    """To the first that has room, before the deadline.
+
+    WHY not to one alone: of several learners that step together, one may have refused more than
+    the others, and waits for data; the others are full, and wait for it. Whoever waited for room
+    at a full one would keep all of them waiting.
+    """
+    if len(channels) == 1:
+        channels[0].put(message)
+        return
+    waited, patience = 0.0, _FIRST_TRY
+    while True:
+        for channel in channels:
+            try:
+                channel.put(message, timeout=patience)
+                return
+            except CollectiveError:
+                waited += patience  # counted so, a reader that is gone, which fails at once, is not
+                if 0 < timeout <= waited:  # asked for ever
+                    raise
+        patience = min(2 * patience, _LONGEST_TRY)  # every try copies the message anew
+
+
+class Inbox:
+    """The messages that one learner or server gets, in order of arrival."""
+
+    def __init__(self, context: Context, channel: Channel, senders: list[int]) -> None:
+        self._context, self._channel = context, channel
+        self._room = max(1, context.experiment.run.queue * len(senders))
+        self._looks, self._waiting = 0, 0.0
+        self.left: dict[int, Message] = {}  # the last messages of those that have gone
+        self.senders = senders
+
+    def get(self) -> Message | None:
+        """The next message; None when it was a good-bye."""
+        with self._context.phases("waiting for data"):
+            message: Message = self._channel.get(timeout=self._context.worker.timeout)
+        if self._looks % 16 == 0:  # a look costs a call on some engines
+            self._waiting += len(self._channel)
+        self._looks += 1
+        if "goodbye" in message:
+            self.left[int(message["actor"])] = message
+            return None
+        return message
+
+    @property
+    def lost(self) -> int:
+        """Messages of writers that died before these could be read."""
+        return int(getattr(self._channel, "lost", 0))
+
+    @property
+    def fill(self) -> float:
+        """How full the queue was on average, from 0 to 1."""
+        looks = -(-self._looks // 16)
+        return min(1.0, self._waiting / self._room / looks) if looks else 0.0
+
+    def drain(self) -> list[Message]:
+        """Until everybody has said good-bye: messages that came too late to be learned from."""
+        late = []
+        while len(self.left) < len(self.senders):
+            try:
+                message = self.get()
+            except CollectiveError as error:
+                missing = [self._context.roles.name(r) for r in self.senders if r not in self.left]
+                raise CollectiveError(
+                    f"the run has ended, but {', '.join(missing)} did not say good-bye: {error}"
+                ) from None
+            if message is not None:
+                late.append(message)
+        return late
+
+
+# -- to those that act -----------------------------------------------------------------------------
+
+
+class Weights:
+    """The newest weights: the main worker publishes them, the others take them over."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._store: WeightStore = context.worker.weights(POLICY, writer=0)
+        self._newest = 0  # of the store's own count
+
+    def publish(self, **news: Any) -> None:
+        """The main worker's weights for all, with whatever else they are to know."""
+        context = self._context
+        if context.is_main:
+            tree = {
+                "weights": context.algorithm.flat.data.cpu(),
+                "version": context.algorithm.version,
+                "session": context.session,
+                "normaliser": {k: s.agreed.state() for k, s in context.statistics.items()},
+                "stop": context.stop,
+            }
+            self._store.publish(tree | news)
+
+    def pull(self) -> dict[str, Any] | None:
+        """Take over the newest weights, if there are newer ones; waits for the very first."""
+        context = self._context
+        wait = context.worker.timeout if self._newest == 0 else None
+        try:
+            found = self._store.pull(newer_than=self._newest, timeout=wait)
+        except (CollectiveError, FileNotFoundError):  # the weights' memory goes with their writer
+            if not context.run_is_over:
+                raise
+            context.stop, found = True, None
+        if found is None:
+            return None
+        self._newest, news = found
+        self.take(news)
+        return dict(news)
+
+    def take(self, news: dict[str, Any]) -> None:
+        context = self._context
+        flat, weights = context.algorithm.flat.data, news["weights"]
+        if flat.shape != weights.shape:
+            raise WorkerError(
+                f"{context.name} has a network of {flat.numel():,} parameters, and the weights "
+                f"that came from {context.roles.name(0)} are {weights.numel():,}: both must see "
+                "the same environment and configuration"
+            )
+        flat.copy_(weights)
+        context.algorithm.version, context.session = int(news["version"]), int(news["session"])
+        context.stop = bool(news["stop"])
+        for name, stats in context.statistics.items():
+            own = {f"pending_{k}": v for k, v in stats.pending.state().items()}
+            stats.load_state(news["normaliser"][name] | own)
