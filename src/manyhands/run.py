@@ -73,6 +73,8 @@ def train(algorithm: str, **options: Any) -> Result:
     Raises ConfigError with all faults of the configuration at once, before anything starts.
     """
     _not_in_a_worker("train")
+    if callable(network := options.get("network")):
+        options = options | {"network": calls.name_of(network)}
     experiment = build(algorithm, **(joined.defaults(options.get("engine")) | options))
     with streams.given_back():  # environments are made, and may draw, when they are looked at
         check(experiment)

@@ -94,6 +94,12 @@ class RunConfig:
     """Between the layers."""
     shared_network: bool = False
     """One trunk for policy and value, instead of two."""
+    network: str = ""
+    """A network of your own that makes features of observations, in place of encoder and hidden
+    layers: package.module:build, a function or class (observation_space, action_space,
+    **network_kwargs) that gives a torch module."""
+    network_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Handed to it when it is made."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where to learn; auto takes a GPU if there is one."""
     timeout: float = 60.0
@@ -150,7 +156,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "environment": (
         "env_backend", "env_kwargs", "normalize_observations", "normalize_rewards", "box_actions",
     ),
-    "network": ("hidden", "activation", "shared_network"),
+    "network": ("hidden", "activation", "shared_network", "network", "network_kwargs"),
 }  # fmt: skip
 
 

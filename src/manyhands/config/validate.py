@@ -59,6 +59,7 @@ def faults(experiment: Experiment) -> list[str]:
         _batch_faults,
         _package_faults,
         _environment_faults,
+        _network_faults,
         _run_dir_faults,
     )
     return [fault for part in parts for fault in part(experiment)]
@@ -273,6 +274,31 @@ def _environment_faults(experiment: Experiment) -> Iterator[str]:
     except Exception as error:  # the environment is anybody's code and may raise anything
         with_ = f" with env_kwargs {run.env_kwargs}" if run.env_kwargs else ""
         yield f"{run.env} cannot be made{with_}: {type(error).__name__}: {error}"
+
+
+def _network_faults(experiment: Experiment) -> Iterator[str]:
+    """A network of the user's own is made and tried, which takes torch and an environment."""
+    run = experiment.run
+    if not run.network:
+        if run.network_kwargs:
+            yield "network_kwargs are for a network of your own; add --network package.module:build"
+        return
+    from manyhands import envs
+
+    try:
+        here = run.envs_per_worker if run.env_backend == "vector" else 1
+        backend = typing.cast(Any, run.env_backend)
+        look = envs.make_vec(run.env, here, backend=backend, seed=0, **run.env_kwargs)
+    except Exception:  # said with the environment's faults
+        return
+    try:
+        experiment.spec.build_model(experiment, look.observation_space, look.action_space)
+    except ManyhandsError as error:
+        yield str(error)
+    except Exception as error:  # it is anybody's code and may raise anything
+        yield f"network {run.network} failed: {type(error).__name__}: {error}"
+    finally:
+        look.close()
 
 
 def _look_at(run: RunConfig) -> Iterator[str]:

@@ -13,7 +13,8 @@ keys sorted. Each knows how to encode torch tensors and, without convolutions, n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -210,6 +211,7 @@ def build_actor_critic(
     shared: bool | None = None,
     initial_log_std: float = 0.0,
     seed: int | None = None,
+    encoder: Callable[[], Any] | None = None,
 ) -> ActorCritic:
     """An actor-critic for *single* (not vectorised) Gymnasium spaces.
 
@@ -221,16 +223,18 @@ def build_actor_critic(
         shared: One trunk for policy and value; None: only with images.
         initial_log_std: Of a Gaussian policy, on the unit scale of actions.
         seed: Makes the initial weights repeatable without touching torch's global stream.
+        encoder: Makes what comes before the hidden layers, if not what suits the space.
     """
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     head = make_head(action_space)
-    policy_encoder = make_encoder(observation_space, generator)
+    make = encoder or partial(make_encoder, observation_space, generator)
+    policy_encoder = make()
     images = has_image(policy_encoder)
     shared = images if shared is None else shared
     return ActorCritic(
         head,
         policy_encoder,
-        None if shared else make_encoder(observation_space, generator),
+        None if shared else make(),
         hidden=hidden if hidden is not None else (() if images else (64, 64)),
         activation=activation,
         initial_log_std=initial_log_std,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from manyhands.envs.spaces import zeros
 from manyhands.errors import ConfigError, needs
 from manyhands.networks.build import DictEncoder, Encoder, OneHotEncoder, VectorEncoder
+from manyhands.networks.own import OwnEncoder
 
 if TYPE_CHECKING:
     from manyhands.policy import Policy
@@ -80,7 +81,7 @@ class DeterministicPolicy(nn.Module):
         model = copy.deepcopy(policy.model).requires_grad_(False)
         self.encoder: Any = model.policy_encoder
         self.trunk, self.out, self.head = model.policy_trunk, model.policy_out, model.head
-        self.keys = self.encoder.keys if isinstance(self.encoder, DictEncoder) else ["observation"]
+        self.keys = getattr(self.encoder, "keys", []) or ["observation"]
         stats = policy.normaliser.obs
         self.normalised = stats is not None
         if stats is not None:
@@ -127,7 +128,7 @@ class DeterministicPolicy(nn.Module):
         self.register_buffer(name, torch.from_numpy(np.array(values)))
 
 
-def _encoded(encoder: Encoder, parts: tuple[Tensor, ...]) -> Tensor:
+def _encoded(encoder: Encoder | OwnEncoder, parts: tuple[Tensor, ...]) -> Tensor:
     """What `encoder(observation)` gives.
 
     WHY again: the encoders ask for len(x), which an exporter would write down as a constant; -1
@@ -136,6 +137,9 @@ def _encoded(encoder: Encoder, parts: tuple[Tensor, ...]) -> Tensor:
     if isinstance(encoder, DictEncoder):
         pairs = zip(encoder.parts, parts, strict=True)
         return torch.cat([_encoded(part, (x,)) for part, x in pairs], -1)  # type: ignore[arg-type]
+    if isinstance(encoder, OwnEncoder) and encoder.keys:
+        together: Tensor = encoder(dict(zip(encoder.keys, parts, strict=True)))
+        return together
     (x,) = parts
     if isinstance(encoder, VectorEncoder):
         return x.to(torch.float32).reshape(-1, encoder.features)

@@ -10,7 +10,7 @@ is stored like any other column. A new episode starts from zeros.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -156,15 +156,16 @@ def build_recurrent(
     hidden: Sequence[int] | None = None,
     activation: str = "tanh",
     seed: int | None = None,
+    encoder: Callable[[], Any] | None = None,
 ) -> RecurrentActorCritic:
     """A recurrent actor-critic for single Gymnasium spaces; see build_actor_critic."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    encoder = make_encoder(observation_space, generator)
+    made = encoder() if encoder else make_encoder(observation_space, generator)
     return RecurrentActorCritic(
         make_head(action_space),
-        encoder,
+        made,
         units=units,
-        hidden=hidden if hidden is not None else (() if has_image(encoder) else (64,)),
+        hidden=hidden if hidden is not None else (() if has_image(made) else (64,)),
         activation=activation,
         generator=generator,
     )

@@ -12,7 +12,8 @@ Both have the parts by which a saved policy is loaded, evaluated, drawn and expo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -172,15 +173,16 @@ def build_q_network(
     activation: str = "relu",
     dueling: bool = False,
     seed: int | None = None,
+    encoder: Callable[[], Any] | None = None,
 ) -> QNetwork:
     """Q(s, ·) for *single* Gymnasium spaces, the actions Discrete."""
     check_discrete(action_space)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    encoder = make_encoder(observation_space, generator)
+    made = encoder() if encoder else make_encoder(observation_space, generator)
     return QNetwork(
         Categorical(int(action_space.n), int(action_space.start)),
-        encoder,
-        hidden=_hidden(hidden, encoder),
+        made,
+        hidden=_hidden(hidden, made),
         activation=activation,
         dueling=dueling,
         generator=generator,
@@ -196,6 +198,7 @@ def build_bounded_actor(
     noise: float = 0.1,
     unit_actions: bool = False,
     seed: int | None = None,
+    encoder: Callable[[], Any] | None = None,
 ) -> BoundedActor:
     """μ(s) and Q(s, a) for *single* Gymnasium spaces, the actions a Box with finite bounds.
 
@@ -205,10 +208,8 @@ def build_bounded_actor(
     """
     check_bounded(action_space)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    encoders = (
-        make_encoder(observation_space, generator),
-        make_encoder(observation_space, generator),
-    )
+    make = encoder or partial(make_encoder, observation_space, generator)
+    encoders = (make(), make())
     low, high = action_space.low, action_space.high
     bounds = (np.full_like(low, -1.0), np.full_like(high, 1.0)) if unit_actions else (low, high)
     return BoundedActor(
@@ -235,6 +236,7 @@ def is_plain(model: nn.Module) -> bool:
     parts = [part for trunk in trunks for part in trunk]
     return (
         type(model) in (QNetwork, BoundedActor)
+        and hasattr(model.policy_encoder, "encode")
         and not has_image(model)
         and all(isinstance(part, (nn.Linear, *known)) for part in parts)
         and all(p.device.type == "cpu" and p.requires_grad for p in model.parameters())

@@ -137,6 +137,7 @@ def can_act(model: nn.Module) -> bool:
     """Whether FastActor takes this model: an ActorCritic without images, on the CPU."""
     return (
         isinstance(model, ActorCritic)
+        and hasattr(model.policy_encoder, "encode")  # not a network of the user's own
         and not has_image(model.policy_encoder)
         and all(p.device.type == "cpu" for p in model.parameters())
     )
@@ -243,6 +244,7 @@ def can_learn(model: nn.Module) -> bool:
     return (
         type(model) is ActorCritic
         and has_density(model.head)
+        and hasattr(model.policy_encoder, "encode")
         and not has_image(model.policy_encoder)
         and all(_is_plain(p) for p in model.parameters())
         and _is_plain_trunk(model.policy_trunk)

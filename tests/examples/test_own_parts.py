@@ -1,4 +1,4 @@
-"""An algorithm of the user's own trains by its name, on every strategy of its kind."""
+"""Algorithms and networks of the user's own, as the examples show them."""
 
 from __future__ import annotations
 
@@ -76,3 +76,14 @@ def test_what_its_kind_does_not_allow_is_said(tmp_path: Path) -> None:
 def test_a_wrong_name_is_said(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build(name, env="CartPole-v1")
+
+
+def test_the_example_of_a_network(tmp_path: Path) -> None:
+    """examples/own_network.py, by its name and with its options."""
+    run = mh.train(
+        "ppo", env="CartPole-v1", network="own_network:build", network_kwargs={"width": 16},
+        steps=256, num_envs=4, rollout_length=32, minibatch=32, engine="inline", quiet=True,
+        tensorboard=False, run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    sizes = {tuple(p.shape) for p in mh.load(run.run_dir).model.parameters()}
+    assert (16, 4) in sizes
