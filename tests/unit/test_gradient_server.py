@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from manyhands import launch
 from manyhands.blocks.reducer import Reducer
-from manyhands.engines.shared import DONE
 from manyhands.errors import CollectiveError, ConfigError, WorkerError
 from manyhands.strategies import gradient_server
 from manyhands.strategies.context import Context
@@ -235,7 +234,7 @@ def test_a_worker_that_comes_back_when_all_is_over(error: Exception) -> None:
 
     context = Context.__new__(Context)
     context.worker = fake(
-        timeout=1.0, board=fake(state=lambda rank: DONE), weights=lambda *_, **__: fake(pull=pull)
+        timeout=1.0, main_has_left=lambda: True, weights=lambda *_, **__: fake(pull=pull)
     )
     context.stop, context.restarts = False, 1
     weights = Weights(context)

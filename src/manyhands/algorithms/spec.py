@@ -43,6 +43,7 @@ class AlgorithmSpec:
     algorithm: str | type[Any]
     """The class, a subclass of manyhands.algorithms.base.Algorithm, or package.module:Class."""
     learns_from: Literal["rollout", "unroll", "replay"] = "rollout"
+    """What it is given; the strategies that it runs with follow from that."""
     model: str | BuildModel = ""
     """Makes its network (default: what suits what it learns from)."""
     actions: Literal["any", "discrete", "bounded"] = "any"

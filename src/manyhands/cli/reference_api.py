@@ -10,6 +10,7 @@ from typing import Any
 import manyhands
 from manyhands import envs
 from manyhands.algorithms.spec import AlgorithmSpec
+from manyhands.config import help_of
 from manyhands.engines.base import Channel, Service, WeightStore
 from manyhands.engines.group import Group
 from manyhands.parallel import Parallel
@@ -60,7 +61,21 @@ def api_page() -> str:
     for kind in _MADE:
         parts += _class(kind, "replay", _call(f"manyhands.{kind.__name__}", kind.__init__))
     parts.append(f"## check_actor\n\n{_entry(manyhands.check_actor)}")
+    parts += _algorithm_spec()
     return "\n".join(parts)
+
+
+def _algorithm_spec() -> list[str]:
+    """Its fields, with the words that stand under them."""
+    words = help_of(AlgorithmSpec)
+    rows = [f"- `{name}`: {text}" for name, text in words.items()]
+    return [
+        f"## AlgorithmSpec\n\n{doc(AlgorithmSpec)}\n"
+        "`manyhands train package.module:SPEC` takes one; `examples/own_algorithm.py` shows it. Its "
+        "fields:\n",
+        *rows,
+        "",
+    ]
 
 
 def _names() -> str:
@@ -74,8 +89,6 @@ def _training() -> list[str]:
         _entry(manyhands.train),
         _entry(manyhands.resume),
         _entry(manyhands.load),
-        f"`AlgorithmSpec`: {doc(AlgorithmSpec)} `manyhands train package.module:SPEC` takes one; "
-        "`examples/own_algorithm.py` shows it.\n",
         f"`Result`: {doc(Result)} It has `run_dir`, `summary` (all of summary.json), `solved` and "
         "`mean_return`.\n",
         f"`Policy`: {doc(Policy)}\n",
