@@ -71,8 +71,7 @@ def _algorithm_spec() -> list[str]:
     rows = [f"- `{name}`: {text}" for name, text in words.items()]
     return [
         f"## AlgorithmSpec\n\n{doc(AlgorithmSpec)}\n"
-        "`manyhands train package.module:SPEC` takes one; `examples/own_algorithm.py` shows it. Its "
-        "fields:\n",
+        "`manyhands train package.module:SPEC` takes one; `examples/own_algorithm.py` shows it.\n",
         *rows,
         "",
     ]
