@@ -193,13 +193,12 @@ def _perform(run: RunConfig, prepare: Callable[[ExitStack], Plan]) -> Result:
     """Prepare a run and go through with it: on workers of our own, or as one of a launcher's."""
     with ExitStack() as stack:
         if joined.place_in(run.engine) is None:
-            plan, start = (
-                prepare(stack),
-                _start_inline if run.engine == "inline" else _start_workers,
-            )
+            plan = prepare(stack)
+            start = _start_inline if run.engine == "inline" else _start_workers
         else:
             group = attach(run.timeout).group
-            plan, start = joined.main_decides(group, lambda: prepare(stack)), _join_workers
+            plan = joined.main_decides(group, lambda: prepare(stack))
+            start = _join_workers
         if "finished" in plan:
             return Result(Path(plan["run_dir"]), plan["finished"], worked=False)
         return _run(plan["plain"], plan["resumed"], start)
