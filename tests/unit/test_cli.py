@@ -204,3 +204,11 @@ def test_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m manyhands.cli.main --help | head -n 1"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert "Traceback" not in result.stderr
+
+
+def test_a_shell_whose_folder_was_removed(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    script = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m manyhands.cli.main support"
+    ended = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr

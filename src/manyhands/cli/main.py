@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import os
@@ -135,8 +136,9 @@ def _run(command: str, argv: list[str]) -> int:
         near = difflib.get_close_matches(command, COMMANDS, 1)
         hint = f"did you mean `manyhands {near[0]}`?" if near else "type: manyhands --help"
         raise ConfigError(f"there is no command {command!r}; {hint}")
-    if os.getcwd() not in sys.path:  # environments and algorithms of one's own, as `python -m` has
-        sys.path.append(os.getcwd())
+    with contextlib.suppress(FileNotFoundError):  # of a shell whose folder was removed
+        if os.getcwd() not in sys.path:  # for what is one's own, as `python -m` has it
+            sys.path.append(os.getcwd())
     module = importlib.import_module(f"manyhands.cli.{command}")
     code: int = module.main(argv)
     return code
