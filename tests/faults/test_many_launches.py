@@ -31,7 +31,7 @@ def test_mpiexec_kills_nobody_who_leaves_later_than_the_first() -> None:
 
 
 # mpi failed once in 300 (see above), and so gets 2,000 launches each time; `make test-launches` has
-# 2,000 on all three, of which torch's alone take an hour and a half.
+# 2,000 on all three, which takes hours: each of torch's workers imports torch.
 LAUNCHES = {"local": 200, "mpi": 2000, "torch": 100}
 
 
