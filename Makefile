@@ -39,7 +39,7 @@ type: $(READY)   ## mypy, strict
 	$(BIN)/mypy
 
 docs: $(READY)   ## rebuild the generated reference pages
-	$(BIN)/python -m manyhands.cli.reference docs/reference
+	$(BIN)/python docs/generate/reference.py docs/reference
 
 check: lint type test   ## all of it
 

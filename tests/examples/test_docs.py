@@ -236,7 +236,7 @@ def test_index_leads_to_every_page() -> None:
 
 
 def test_reference_pages_are_up_to_date() -> None:
-    from manyhands.cli import reference
+    import reference
 
     for name, text in reference.pages().items():
         path = ROOT / "docs" / "reference" / name

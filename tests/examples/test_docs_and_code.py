@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reference_api
+import reference_parts
 
 import manyhands
 from manyhands import support
 from manyhands.algorithms.registry import SPECS
-from manyhands.cli import reference_api, reference_parts
 from manyhands.cli.train import HELP
 from manyhands.config import RunConfig, default_strategy, help_of, hints_of, usual
 from manyhands.experiment.bottleneck import PHASES

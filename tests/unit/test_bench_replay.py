@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from manyhands import bench
+from manyhands.bench import _replay_programs as replay_buffers
 from manyhands.bench import replay as benchmark
-from manyhands.bench.peers import replay_buffers
 from manyhands.errors import ConfigError, SupportError, WorkerError
 
 
@@ -100,7 +100,7 @@ def test_without_peers_it_goes_on_and_says_so(
     def missing(*_: object) -> None:
         raise SupportError("no network")
 
-    monkeypatch.setattr(benchmark, "python_with", missing)
+    monkeypatch.setattr(benchmark.peers(), "python_with", missing)
     monkeypatch.setattr(benchmark, "Buffers", Thousand)
     facts = benchmark.measure(options("--repeats", "2", "--no-apex"))
     assert "going on without torchrl: no network" in capsys.readouterr().out

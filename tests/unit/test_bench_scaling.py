@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from manyhands import bench
-from manyhands.bench import _quiet as quiet
+from manyhands.bench import _tools as quiet
 from manyhands.bench import scaling as benchmark
 from manyhands.config import Experiment
 from manyhands.errors import ConfigError, WorkerError
@@ -101,7 +101,7 @@ def test_gather_is_bound_by_its_serial_learner_on_top_of_the_limit() -> None:
         (2, 0.0, 1.3, ["other programs kept 1.30 of 2 cores busy meanwhile"]),
         (1, 0.0, 0.0, ["2 workers need as many cores, and there are 1"]),
         (1, 0.0, 0.9, ["2 workers need as many cores", "other programs kept 0.90 of 1"]),
-        (2, None, None, ["this system does not tell what else runs on it"]),
+        (2, None, None, ["this system does not say what else runs on it"]),
     ],
 )
 def test_a_claim_is_judged_on_a_quiet_machine_with_the_cores(

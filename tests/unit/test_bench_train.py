@@ -11,6 +11,7 @@ import pytest
 
 from manyhands import bench
 from manyhands.bench import train as benchmark
+from manyhands.bench._tools import output_of, peers, version
 from manyhands.errors import ConfigError, SupportError, WorkerError
 
 OWN, BOTH, GATHER = benchmark.OURS
@@ -76,14 +77,14 @@ def test_the_claim_is_about_two_workers(speed: float, holds: bool) -> None:
 def test_without_the_peer_there_is_no_claim_and_a_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def missing(folder: str | None) -> Path:
+    def missing(*_: object) -> Path:
         raise SupportError("no network")
 
     def fake(steps: int) -> dict[str, Any]:
         run = {"steps": 10, "seconds": 2.0, "mean_return": None}
         return dict.fromkeys(benchmark.OURS, lambda seed: run)
 
-    monkeypatch.setattr(benchmark, "peer_python", missing)
+    monkeypatch.setattr(peers(), "python_with", missing)
     monkeypatch.setattr(benchmark, "_ours", fake)
     facts = benchmark.measure(options("--repeats", "2"))
     assert "going on without stable-baselines3: no network" in capsys.readouterr().out
@@ -97,16 +98,17 @@ def test_a_hopeless_peer_setting_is_left_out_but_told(monkeypatch: pytest.Monkey
     def run(python: Path, threads: int, setting: dict[str, Any], seed: int) -> dict[str, Any]:
         return {"steps": setting["steps"], "seconds": 1.0 if threads == 1 else 50.0}
 
-    monkeypatch.setattr(benchmark, "_peer_run", run)
+    monkeypatch.setattr(peers(), "ppo_run", run)
+    monkeypatch.setattr(peers(), "python_with", lambda *_: Path("python"))
     facts: dict[str, Any] = {}
-    assert list(benchmark._peers(Path("python"), 4096, facts)) == PEERS[:1]
+    assert list(peers().ppo_runs(None, benchmark._setting(4096), 2048, facts)) == PEERS[:1]
     assert facts["trial_steps_per_second"] == {"1": 2048.0, "2": 41.0}
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(SupportError, match="not empty"):
-        benchmark.peer_python(str(tmp_path))
+        peers().python_with(peers().PPO, benchmark.PEER, str(tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
 
@@ -121,11 +123,11 @@ def test_a_failed_install_is_one_clear_line_and_is_tried_again(
             raise WorkerError("pip", "ERROR: No matching distribution found")
         return ""
 
-    monkeypatch.setattr(benchmark, "_output_of", fails)
+    monkeypatch.setattr(peers(), "output_of", fails)
     for _ in range(2):  # what the first try left behind does not stop the second
         with pytest.raises(SupportError, match=r"is there a network.*No matching distribution"):
-            benchmark.peer_python(str(tmp_path / "peer"))
-    assert f"torch=={benchmark.version('torch')}" in called[1], "unpinned, it pulls gigabytes"
+            peers().python_with(peers().PPO, benchmark.PEER, str(tmp_path / "peer"))
+    assert f"torch=={version('torch')}" in called[1], "unpinned, it pulls gigabytes"
     assert "installing stable-baselines3" in capsys.readouterr().out
 
 
@@ -139,7 +141,7 @@ def test_a_failed_run_says_what_the_program_said() -> None:
     import sys
 
     with pytest.raises(WorkerError, match="no such luck"):
-        benchmark._output_of([sys.executable, "-c", "raise SystemExit('no such luck')"])
+        output_of([sys.executable, "-c", "raise SystemExit('no such luck')"])
 
 
 def test_a_run_of_our_own_is_timed() -> None:

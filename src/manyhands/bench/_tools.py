@@ -1,17 +1,34 @@
-"""Shared by the benchmarks: the machine they ran on, medians, and claims that may fail."""
+"""Shared by the benchmarks: the machine, how quiet it is, programs they run, claims that may fail.
+
+Other libraries are measured by `benchmarks/peers.py`, which is part of the repository and not of
+the package: `peers` finds it.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import select
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from manyhands import __version__
+from manyhands.errors import SupportError, WorkerError
+
+QUIET = 0.05  # of the cores may be busy with something else
+_LOOK_SECONDS = 2.0
+_RUN_SECONDS = 600.0  # the longest that one run may take
+_REPOSITORY = Path(__file__).parents[3]  # where manyhands runs from its sources
+
+# -- the machine -----------------------------------------------------------------------------------
 
 
 def fingerprint() -> dict[str, Any]:
@@ -44,6 +61,147 @@ def version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+class OtherPrograms:
+    """Cores that were busy with something else than this process and the children that have ended.
+
+    Only the cores that this process may use are looked at; what a virtual machine's host took away
+    ("steal") counts as somebody else's, too.
+    """
+
+    def __init__(self) -> None:
+        self._began, self._busy, self._ours = time.monotonic(), busy_seconds(), own_seconds()
+
+    def cores(self) -> float | None:
+        """Their average number since the start; None where the system does not say."""
+        busy = busy_seconds()
+        if busy is None or self._busy is None:
+            return None
+        others = (busy - self._busy) - (own_seconds() - self._ours)
+        return max(0.0, others / max(time.monotonic() - self._began, 1e-9))
+
+
+def others_now() -> float | None:
+    """Cores that other programs keep busy at this moment."""
+    watch = OtherPrograms()
+    time.sleep(_LOOK_SECONDS)
+    return watch.cores()
+
+
+def busy_seconds(path: str = "/proc/stat") -> float | None:
+    """Seconds that the usable cores have been busy since the machine began."""
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    try:
+        with open(path, encoding="ascii") as file:
+            rows = [line.split() for line in file]
+    except OSError:
+        return None
+    ticks = 0
+    for row in (row for row in rows if row and row[0] in names):
+        # user nice system idle iowait irq softirq steal; guests are part of user
+        user, nice, system, _, _, irq, softirq, steal = map(int, row[1:9])
+        ticks += user + nice + system + irq + softirq + steal
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds() -> float:
+    taken = os.times()
+    return taken.user + taken.system + taken.children_user + taken.children_system
+
+
+def why_not_judged(
+    cores: int, workers: int, before: float | None, meanwhile: float | None
+) -> list[str]:
+    """Why a claim about so many workers cannot be judged here; empty when it can.
+
+    Args:
+        cores: that may be used.
+        workers: the most that the claim speaks of.
+        before, meanwhile: cores that other programs kept busy.
+    """
+    reasons = []
+    if cores < workers:
+        reasons.append(f"{workers} workers need as many cores, and there are {cores}")
+    if before is None or meanwhile is None:
+        return [*reasons, "this system does not say what else runs on it"]
+    allowed = QUIET * cores
+    for busy, when in ((before, "before it began"), (meanwhile, "meanwhile")):
+        if busy > allowed:
+            reasons.append(
+                f"other programs kept {busy:.2f} of {cores} cores busy {when} "
+                f"(quiet is at most {allowed:.2f})"
+            )
+    return reasons
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def output_of(words: list[str], limit: float = _RUN_SECONDS, **environment: str) -> str:
+    """What a program prints; WorkerError with the end of its complaint when it fails."""
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=limit, env=os.environ | environment
+        )
+    except subprocess.TimeoutExpired as error:
+        raise WorkerError(Path(words[0]).name, f"took more than {limit:g} s") from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        last = said[-1].strip()[:300] if said else f"exit code {done.returncode}"
+        raise WorkerError(" ".join(words[:5]) + " failed:", last)
+    return done.stdout
+
+
+def send_line(process: subprocess.Popen[str], words: str) -> None:
+    """One line to a program that waits for it."""
+    assert process.stdin is not None
+    try:
+        process.stdin.write(f"{words}\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # it has ended; `read_line` says why
+
+
+def read_line(process: subprocess.Popen[str], name: str, limit: float = _RUN_SECONDS) -> str:
+    """The program's next line; WorkerError when it ends instead, or takes too long."""
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], limit)[0]:
+        raise WorkerError(name, f"took more than {limit:g} s")
+    line = process.stdout.readline()
+    if not line:
+        raise WorkerError(name, f"ended with exit code {process.wait(limit)}")
+    return line
+
+
+# -- other libraries -------------------------------------------------------------------------------
+
+
+def in_repository(name: str) -> Path:
+    """A file of the repository's `benchmarks/`; SupportError where there is no repository."""
+    for root in (_REPOSITORY, Path.cwd()):
+        path = root / "benchmarks" / name
+        if path.exists() and (root / "src" / "manyhands").is_dir():
+            return path
+    raise SupportError(
+        "other libraries are measured from a copy of the repository; "
+        "type this command again in its folder, where benchmarks/ is"
+    )
+
+
+@cache
+def peers() -> Any:
+    """`benchmarks/peers.py` as a module."""
+    path = in_repository("peers.py")
+    spec = importlib.util.spec_from_file_location("manyhands_benchmarks_peers", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- figures and claims ----------------------------------------------------------------------------
 
 
 def seconds_of(action: Callable[[], Any], repeats: int) -> list[float]:

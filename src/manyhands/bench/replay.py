@@ -10,8 +10,9 @@ frames, batches of 512 and priority updates. Four actors write into their shards
 Contention is what either side loses of the paper's rate when the other comes in at its own. What
 each reaches flat out is printed too, alone and at once: there they share the memory's bandwidth.
 
-The peers live in virtual environments of their own, made on demand: `python -m venv`, then pip.
-Without a network the benchmark goes on without them.
+The peers belong to the repository (benchmarks/), not to the package: in a copy of the repository
+they are installed on demand into virtual environments of their own. Elsewhere, and without a
+network, the benchmark measures our own buffers only, and says so.
 """
 
 from __future__ import annotations
@@ -29,21 +30,29 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.bench._peers import line_of, python_with, tell
-from manyhands.bench._tools import Claim, fingerprint, median, verdicts
-from manyhands.bench.peers.replay_buffers import BATCHES, BLOCK, CASES, LIBRARIES
+from manyhands.bench import _replay_programs
+from manyhands.bench._replay_programs import BATCHES, BLOCK, CASES, LIBRARIES
+from manyhands.bench._tools import (
+    Claim,
+    fingerprint,
+    in_repository,
+    median,
+    peers,
+    read_line,
+    send_line,
+    verdicts,
+)
 from manyhands.errors import ConfigError, SupportError, WorkerError
 from manyhands.replay.compiled import in_use
 from manyhands.replay.frames import Frames
 from manyhands.replay.sharded import ShardedReplay
 
-_SCRIPT = Path(__file__).parent / "peers" / "replay_buffers.py"
-PACKAGES = {"cpprb": ["cpprb"], "stable_baselines3": ["stable-baselines3"]}
-# The compiled part of a TorchRL release loads with one torch release only; without it there is no
-# prioritized buffer, and the table says so.
-TORCHRL = {"torchrl": ["torchrl==0.14.1", "torch==2.14.1"]}
-OURS = [name for name in LIBRARIES if name.startswith("manyhands")]
+OURS = list(LIBRARIES)
 COUNTED = [name for name in OURS if "numpy" not in name]  # as it is installed here
+PEERS = {  # libraries -> the option that names their virtual environment
+    ("cpprb", "stable-baselines3"): "peer_venv",
+    ("torchrl",): "torchrl_venv",
+}
 TASKS = (
     "add 1",
     f"add {BLOCK}",
@@ -101,15 +110,13 @@ def measure(options: Namespace) -> dict[str, Any]:
         "versions": {},
     }
     pythons = dict.fromkeys(OURS, sys.executable)
-    for names, packages, folder in (
-        (("cpprb", "stable-baselines3"), PACKAGES, options.peer_venv),
-        (("torchrl",), TORCHRL, options.torchrl_venv),
-    ):
+    for names, folder in PEERS.items():
         try:
             if options.no_peer:
                 raise SupportError("not asked for")
-            python = str(python_with(packages, f"replay-{names[0]}", folder))
-            pythons |= dict.fromkeys(names, python)
+            packages = peers().REPLAY[names]
+            python = peers().python_with(packages, f"replay-{names[0]}", vars(options)[folder])
+            pythons |= dict.fromkeys(names, str(python))
         except SupportError as error:
             facts["missing"][" and ".join(names)] = str(error)
             print(f"going on without {' and '.join(names)}: {error}", flush=True)
@@ -157,15 +164,17 @@ def _take_turns(pythons: dict[str, str], options: Namespace, facts: dict[str, An
 
 
 class Buffers:
-    """A process with one library's buffers, filled, which does a task when it is told to."""
+    """A process with one library's buffers, filled, which does one task at a time."""
 
     def __init__(self, python: str, library: str, case: str, seconds: float) -> None:
         asked = json.dumps({"library": library, "case": case, "seconds": seconds})
+        ours = Path(_replay_programs.__file__)
+        script = ours if library in OURS else in_repository("replay_buffers.py")
         one_thread = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
         self.name, self.tasks = library, frozenset[str]()
         self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by __exit__
         self._process = subprocess.Popen(
-            [python, str(_SCRIPT), asked],
+            [python, str(script), asked],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
@@ -181,12 +190,12 @@ class Buffers:
 
     def rate(self, task: str) -> float:
         """Rows a second."""
-        tell(self._process, task)
+        send_line(self._process, task)
         return float(self._line())
 
     def _line(self) -> str:
         try:
-            return line_of(self._process, self.name)
+            return read_line(self._process, self.name)
         except WorkerError as error:
             self._process.kill()
             self._complaints.seek(0)
@@ -263,12 +272,12 @@ def at_once(
     actors = 0 if adds is None else ACTORS if adds else 1
     writers = [_start(replay, k, (adds or 0.0) / actors, seconds) for k in range(actors)]
     for writer in writers:
-        line_of(writer, _ACTOR)  # it is ready
+        read_line(writer, _ACTOR)  # it is ready
     for writer in writers:
-        tell(writer, "begin")
+        send_line(writer, "begin")
     found = {} if samples is None else _draw(replay, samples, seconds)
     if writers:
-        found["adds"] = sum(float(line_of(writer, _ACTOR)) for writer in writers)
+        found["adds"] = sum(float(read_line(writer, _ACTOR)) for writer in writers)
     for writer in writers:
         writer.communicate(timeout=_READY_SECONDS)
     return found
@@ -298,7 +307,7 @@ def _draw(replay: ShardedReplay, rate: float, seconds: float) -> dict[str, float
 def _start(replay: ShardedReplay, shard: int, rate: float, seconds: float) -> subprocess.Popen[str]:
     asked = {"shard": replay.describe(shard), "rate": rate, "seconds": seconds,
              "rows": ROWS_AT_ONCE}  # fmt: skip
-    words = [sys.executable, "-m", "manyhands.bench._replay_writer", json.dumps(asked)]
+    words = [sys.executable, "-m", "manyhands.bench._replay_programs", json.dumps(asked)]
     return subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
     )
@@ -347,5 +356,5 @@ def table(facts: dict[str, Any]) -> list[str]:
         f"versions: {', '.join(f'{n} {v}' for n, v in facts['versions'].items())}"
     )
     if machine["load"] > 0.5:
-        lines.append("the machine was not idle: run it again when it is")
+        lines.append("the machine was not idle: run it again on an idle one")
     return lines

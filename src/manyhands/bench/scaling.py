@@ -32,8 +32,15 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.bench._quiet import OtherPrograms, others_now, why_not_judged
-from manyhands.bench._tools import Claim, fingerprint, median, verdicts
+from manyhands.bench._tools import (
+    Claim,
+    OtherPrograms,
+    fingerprint,
+    median,
+    others_now,
+    verdicts,
+    why_not_judged,
+)
 from manyhands.config import Experiment, build, save_toml
 from manyhands.config.validate import check
 from manyhands.errors import ConfigError, WorkerError

@@ -8,16 +8,15 @@ They take turns, round after round, so that whatever else the machine does hits 
 The clock of each runs from the end of the update that closes the warm-up to the end of the last
 update, over the same number of steps; starting is not counted.
 
-The peer lives in a virtual environment of its own, made on demand: `python -m venv`, then pip
-installs stable-baselines3 and this environment's own torch version there. Without a network the
-benchmark goes on without the peer.
+The peer belongs to the repository (benchmarks/), not to the package: in a copy of the repository it
+is installed on demand into a virtual environment of its own, with this environment's torch version.
+Elsewhere, and without a network, the benchmark measures our own runs only, and says so.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
@@ -27,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.bench._tools import Claim, fingerprint, median, verdicts, version
-from manyhands.errors import ConfigError, SupportError, WorkerError
+from manyhands.bench._tools import Claim, fingerprint, median, output_of, peers, verdicts
+from manyhands.errors import ConfigError, SupportError
 
 ENVS, ROLLOUT_LENGTH, MINIBATCH, EPOCHS = 8, 256, 256, 10
 HIDDEN = (64, 64)
@@ -40,12 +39,6 @@ REPEATS = 5
 TARGET = 3.0  # times the peer's speed
 
 PEER = "stable-baselines3"
-PEER_THREADS = (1, 2)
-HOPELESS = 0.5  # of the better setting's speed in the trial: not worth minutes of every round
-_SCRIPT = Path(__file__).parent / "peers" / "sb3_ppo.py"
-_MARK = "made-by-manyhands-bench"  # in a virtual environment that is ours to mend
-_RUN_SECONDS = 600.0  # the longest that one run may take
-_INSTALL_SECONDS = 1200.0
 _RESAMPLES = 10_000
 
 # name in the table -> workers, strategy
@@ -78,7 +71,7 @@ def add_options(parser: ArgumentParser) -> None:
         "--peer-venv",
         metavar="DIR",
         help="the peer's virtual environment; made there when there is none "
-        f"(default: {_cache_folder()})",
+        "(default: one in ~/.cache/manyhands/peers)",
     )
     parser.add_argument("--no-peer", action="store_true", help="measure our own runs only")
 
@@ -100,7 +93,7 @@ def measure(options: Namespace) -> dict[str, Any]:
     try:
         if options.no_peer:
             raise SupportError("not asked for")
-        contestants |= _peers(peer_python(options.peer_venv), steps, facts["peer"])
+        contestants |= peers().ppo_runs(options.peer_venv, facts["setting"], BATCH, facts["peer"])
     except SupportError as error:
         facts["peer"]["missing"] = str(error)
         print(f"going on without {PEER}: {error}", flush=True)
@@ -175,7 +168,7 @@ def _own_run(workers: int, strategy: str, steps: int, seed: int) -> Run:
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         words += ["--hidden", *map(str, HIDDEN), "--quiet"]
-        _output_of([sys.executable, "-m", "manyhands.cli.main", "train", "ppo", *words])
+        output_of([sys.executable, "-m", "manyhands.cli.main", "train", "ppo", *words])
         lines = (path / "metrics.jsonl").read_text().splitlines()
     return timed([json.loads(line) for line in lines], WARM_UP)
 
@@ -189,90 +182,6 @@ def timed(records: list[dict[str, Any]], warm_up: int) -> Run:
         "seconds": last["wall_seconds"] - first["wall_seconds"],
         "mean_return": last["mean_return"],
     }
-
-
-# -- the peer --------------------------------------------------------------------------------------
-
-
-def _peers(python: Path, steps: int, facts: dict[str, Any]) -> dict[str, Callable[[int], Run]]:
-    """The peer's settings that are worth timing, after one update of each as a trial."""
-
-    def contestant(threads: int) -> Callable[[int], Run]:
-        return lambda seed: _peer_run(python, threads, _setting(steps), seed)
-
-    short = _setting(BATCH) | {"warm_up": BATCH}
-    speeds = {}
-    for threads in PEER_THREADS:
-        run = _peer_run(python, threads, short, seed=0)
-        speeds[threads] = round(run["steps"] / run["seconds"], 1)
-    facts["trial_steps_per_second"] = {str(threads): speed for threads, speed in speeds.items()}
-    worth = [n for n in PEER_THREADS if speeds[n] >= HOPELESS * max(speeds.values())]
-    return {f"{PEER}, {n} torch thread{'s' * (n > 1)}": contestant(n) for n in worth}
-
-
-def _peer_run(python: Path, threads: int, setting: dict[str, Any], seed: int) -> Run:
-    words = [str(python), str(_SCRIPT), json.dumps(setting | {"threads": threads, "seed": seed})]
-    printed = _output_of(words, OMP_NUM_THREADS=str(threads))
-    run: Run = json.loads(printed.splitlines()[-1])
-    return run
-
-
-def peer_python(folder: str | None) -> Path:
-    """The interpreter that has the peer, made when there is none; SupportError says why not."""
-    home = Path(folder) if folder else _cache_folder()
-    python = home.absolute() / "bin" / "python"
-    if _has_peer(python):
-        return python
-    if home.exists() and any(home.iterdir()) and not (home / _MARK).exists():
-        raise SupportError(
-            f"{home} is not empty and holds no virtual environment with {PEER}; "
-            "type: --peer-venv with a new folder"
-        )
-    wanted = [PEER, f"torch=={version('torch')}"]
-    print(f"making a virtual environment in {home} and installing {' '.join(wanted)} (minutes)")
-    sys.stdout.flush()
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        (home / _MARK).touch()
-    except OSError as error:
-        raise SupportError(f"{home} cannot be written: {error.strerror}") from error
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    try:
-        _output_of([sys.executable, "-m", "venv", str(home)], limit=_INSTALL_SECONDS)
-        _output_of([*pip, "--retries", "1", *wanted], limit=_INSTALL_SECONDS)
-    except WorkerError as error:
-        raise SupportError(
-            f"{PEER} could not be installed (is there a network?): {error.what}"
-        ) from error
-    return python
-
-
-def _has_peer(python: Path) -> bool:
-    if not python.exists():
-        return False
-    words = [str(python), "-c", "import stable_baselines3"]
-    return subprocess.run(words, capture_output=True, timeout=_RUN_SECONDS).returncode == 0
-
-
-def _cache_folder() -> Path:
-    """One for each torch version: the peer computes with the same kernels as we do."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache, "manyhands", "peers", f"{PEER}-torch-{version('torch')}")
-
-
-def _output_of(words: list[str], limit: float = _RUN_SECONDS, **environment: str) -> str:
-    """What a program prints; WorkerError with the end of its complaint when it fails."""
-    try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=limit, env=os.environ | environment
-        )
-    except subprocess.TimeoutExpired as error:
-        raise WorkerError(Path(words[0]).name, f"took more than {limit:g} s") from error
-    if done.returncode:
-        complaint = [line for line in done.stderr.splitlines() if line.strip()]
-        said = complaint[-1].strip()[:300] if complaint else f"exit code {done.returncode}"
-        raise WorkerError(" ".join(words[:5]) + " failed:", said)
-    return done.stdout
 
 
 # -- what it comes to ------------------------------------------------------------------------------
@@ -345,6 +254,6 @@ def table(facts: dict[str, Any]) -> list[str]:
     if machine["load"] > 0.5:
         lines.append(
             "the machine was not idle, where two processes get twice the share of one and threads "
-            "wait for each other: run it again when it is"
+            "wait for each other: run it again on an idle one"
         )
     return lines

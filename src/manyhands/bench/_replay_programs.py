@@ -1,12 +1,18 @@
-"""One library's replay buffers against the clock: fills them, and does each task it is asked for.
+"""What the replay benchmark runs in processes of their own: buffers against the clock, and actors.
 
-    python replay_buffers.py '{"library": "cpprb", "case": "4 floats", "seconds": 0.3}'
+    python -m manyhands.bench._replay_programs '{"library": "manyhands", "case": "4 floats", ...}'
     > {"tasks": [...], "version": ..., "missing": ...}
     < uniform 32
     > 2065046.3                                         rows a second
 
-Runs in the peers' own virtual environment, and in ours for our own buffers: the same script, the
-same rows, the same clock. Between tasks it waits, so that libraries can take turns task by task.
+It fills buffers and does each task it is asked for; between tasks it waits, so that libraries can
+take turns task by task. Other libraries' buffers (`benchmarks/replay_buffers.py`) have the same
+rows and the same clock; they run where manyhands is not installed: numpy alone is imported here.
+
+    python -m manyhands.bench._replay_programs '{"shard": ..., "rate": 0, "seconds": 3, "rows": 50}'
+
+is an actor: it adds rows to its shard, at a set rate or as fast as it can. It prints a line when it
+is ready, waits for one to begin, and prints rows a second at the end.
 """
 
 from __future__ import annotations
@@ -135,112 +141,10 @@ def manyhands_frames(case: str) -> Tasks:
     }
 
 
-def cpprb(case: str) -> Tasks:
-    from cpprb import PrioritizedReplayBuffer, ReplayBuffer  # type: ignore[import-not-found]
-
-    shape, dtype, capacity = CASES[case]
-    columns = {
-        "obs": {"shape": shape, "dtype": dtype},
-        "action": {"dtype": np.int64},
-        "reward": {"dtype": np.float32},
-        "next_obs": {"shape": shape, "dtype": dtype},
-        "terminated": {"dtype": bool},
-    }
-    uniform = ReplayBuffer(capacity, columns)
-    prioritized = PrioritizedReplayBuffer(capacity, columns, alpha=ALPHA)
-    block, much = rows(case, BLOCK), rows(case, FILL)
-    one = {name: column[0] for name, column in block.items()}
-    for replay in (uniform, prioritized):
-        fill(lambda replay=replay: replay.add(**much), FILL, capacity)  # type: ignore[misc]
-
-    def learn(count: int) -> None:
-        batch = prioritized.sample(count, beta=BETA)
-        prioritized.update_priorities(batch["indexes"], ERRORS[count])
-
-    return {
-        "add 1": (1, lambda: uniform.add(**one)),
-        f"add {BLOCK}": (BLOCK, lambda: uniform.add(**block)),
-        **draws(uniform.sample, learn),
-    }
-
-
-def sb3(case: str) -> Tasks:
-    """Stable-Baselines3 has no prioritized buffer."""
-    from gymnasium import spaces
-    from stable_baselines3.common.buffers import ReplayBuffer  # type: ignore[import-not-found]
-
-    shape, dtype, capacity = CASES[case]
-    high = 255 if dtype == np.uint8 else np.inf
-    space = spaces.Box(0 if dtype == np.uint8 else -np.inf, high, shape, dtype)
-
-    def adder(envs: int) -> tuple[Any, Task]:
-        replay = ReplayBuffer(capacity, space, spaces.Discrete(2), device="cpu", n_envs=envs,
-                              handle_timeout_termination=False)  # fmt: skip
-        r = rows(case, envs)
-        infos: list[dict[str, Any]] = [{}] * envs
-        action = r["action"][:, None]
-        return replay, lambda: replay.add(
-            r["obs"], r["next_obs"], action, r["reward"], r["terminated"], infos
-        )
-
-    many, add_many = adder(BLOCK)
-    fill(add_many, BLOCK, capacity)
-    _, add_one = adder(1)
-    return {
-        "add 1": (1, add_one),
-        f"add {BLOCK}": (BLOCK, add_many),
-        **draws(many.sample),
-    }
-
-
-def torchrl(case: str) -> Tasks:
-    import torch
-    from tensordict import TensorDict  # type: ignore[import-not-found]
-    from torchrl.data import (  # type: ignore[import-not-found]
-        LazyTensorStorage,
-        TensorDictPrioritizedReplayBuffer,
-        TensorDictReplayBuffer,
-    )
-
-    capacity = CASES[case][2]
-
-    def tensors(count: int) -> Any:
-        parts = {name: torch.from_numpy(c) for name, c in rows(case, count).items()}
-        return TensorDict(parts, batch_size=[count])
-
-    block, one, much = tensors(BLOCK), tensors(1)[0], tensors(FILL)
-    uniform = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=BATCHES[0])
-    fill(lambda: uniform.extend(much), FILL, capacity)
-    tasks: Tasks = {
-        "add 1": (1, lambda: uniform.add(one)),
-        f"add {BLOCK}": (BLOCK, lambda: uniform.extend(block)),
-        **draws(uniform.sample),
-    }
-    try:
-        prioritized = TensorDictPrioritizedReplayBuffer(
-            alpha=ALPHA, beta=BETA, storage=LazyTensorStorage(capacity),
-            batch_size=BATCHES[0],
-        )  # fmt: skip
-    except (RuntimeError, ImportError, NameError) as error:
-        MISSING["prioritized"] = f"its compiled part was built for another torch ({error})"
-        return tasks
-    fill(lambda: prioritized.extend(much), FILL, capacity)
-    errors = {count: torch.from_numpy(numbers).float() for count, numbers in ERRORS.items()}
-
-    def learn(count: int) -> None:
-        batch = prioritized.sample(count)
-        prioritized.update_priority(batch["index"], errors[count])
-
-    return {**tasks, **draws(None, learn)}
-
-
 LIBRARIES: dict[str, Callable[[str], Tasks]] = {
     "manyhands": manyhands,
     "manyhands, numpy only": manyhands_numpy,
     "manyhands, frames once": manyhands_frames,
-    "cpprb": cpprb,
-    "stable-baselines3": sb3,
-    "torchrl": torchrl,
 }
 
 
@@ -257,10 +161,11 @@ def rate(rows_a_call: int, task: Task, seconds: float) -> float:
     return statistics.median(found[1:])
 
 
-def main() -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # some libraries say things when they are imported
+def serve(libraries: dict[str, Callable[[str], Tasks]]) -> None:
+    """Fill the buffers of the library that the command line names, then do what stdin asks for."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # some libraries print when they are imported
     asked = json.loads(sys.argv[1])
-    tasks = LIBRARIES[asked["library"]](asked["case"])
+    tasks = libraries[asked["library"]](asked["case"])
     package = asked["library"].partition(",")[0]
     version = importlib.metadata.version(package)
     if package == "manyhands":
@@ -276,5 +181,38 @@ def main() -> None:
         print(rate(*tasks[line.strip()], asked["seconds"]), file=answers, flush=True)
 
 
+def add_rows(description: dict[str, Any], rate: float, seconds: float, rows: int) -> float:
+    """Rows added a second: one 84 x 84 frame each, and the row that shows it."""
+    from manyhands.replay.frames import FrameStacker
+    from manyhands.replay.shard_writer import ShardWriter
+
+    writer = ShardWriter.open(description)
+    stacker = FrameStacker(writer.frames, rows, 4)
+    frames = np.random.default_rng(0).integers(0, 255, (rows, 84, 84), dtype=np.uint8)
+    obs, none, ended = stacker.start(frames), frames[:0], np.zeros(rows, bool)
+    rest = {
+        "action": np.zeros(rows, np.int64),
+        "reward": np.ones(rows, np.float32),
+        "discount": np.full(rows, 0.97, np.float32),
+    }
+    errors = np.random.default_rng(1).random(rows)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    added, start = 0, time.perf_counter()
+    while (passed := time.perf_counter() - start) < seconds:
+        if rate and added > rate * passed:
+            time.sleep((added - rate * passed) / rate)
+            continue
+        reached, now = stacker.step(frames, ended, none)
+        writer.append({"obs": obs, "next_obs": reached, **rest}, errors)
+        obs = now
+        added += rows
+    return added / passed
+
+
 if __name__ == "__main__":
-    main()
+    given = json.loads(sys.argv[1])
+    if "shard" in given:
+        print(add_rows(given["shard"], given["rate"], given["seconds"], given["rows"]), flush=True)
+    else:
+        serve(LIBRARIES)

@@ -1,4 +1,4 @@
-"""Writes the reference pages from the code: `python -m manyhands.cli.reference docs/reference`.
+"""Writes the reference pages from the code: `python docs/generate/reference.py docs/reference`.
 
 Five pages, each from one source of truth: the commands' own --help, the fields of the config
 dataclasses, the support table, the signatures and docstrings of the public classes, and errors that
@@ -20,11 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from reference_api import api_page, doc
+from reference_parts import filled, in_table, pages_with_parts
+
 from manyhands import config, errors, support
 from manyhands.algorithms.registry import SPECS
 from manyhands.cli.main import COMMANDS
-from manyhands.cli.reference_api import api_page, doc
-from manyhands.cli.reference_parts import filled, in_table, pages_with_parts
 from manyhands.engines import launch
 from manyhands.engines.inline import world as inline
 from manyhands.parallel import Parallel
@@ -35,7 +36,7 @@ _COLUMNS = 100
 
 def main(argv: list[str]) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
-        print("usage: python -m manyhands.cli.reference FOLDER", file=sys.stderr)
+        print("usage: python docs/generate/reference.py FOLDER", file=sys.stderr)
         return 2
     folder = Path(argv[0]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
