@@ -193,8 +193,8 @@ def unrolls_of(algorithm: Any, envs: Any, count: int, length: int = 12, **more: 
     """Unrolls with memory of their own, played by the weights as they are."""
     from manyhands import wire
     from manyhands.collect.unroll import UnrollCollector
-    from manyhands.envs.chance import EnvNoise
     from manyhands.math.running_stats import Normaliser
+    from manyhands.streams import EnvNoise
 
     collector = UnrollCollector(
         envs,
@@ -216,7 +216,7 @@ def learn_from_the_same(updates: int, learners: int) -> Any:
     from manyhands.algorithms.base import Alone
     from manyhands.collect.unroll import joined
     from manyhands.engines.attach import attach
-    from manyhands.experiment.timing import Phases
+    from manyhands.experiment.bottleneck import Phases
     from manyhands.strategies.context import OverGroup
 
     worker = attach()

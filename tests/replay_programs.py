@@ -10,9 +10,8 @@ import numpy as np
 
 from manyhands.parallel import Parallel
 from manyhands.replay.frames import Frames, FrameStacker
-from manyhands.replay.rate_limit import RateLimit
 from manyhands.replay.shard_writer import FarRing, ShardWriter
-from manyhands.replay.sharded import ShardedReplay
+from manyhands.replay.sharded import RateLimit, ShardedReplay
 
 EXAMPLE = {"writer": np.int64(0), "number": np.int64(0), "data": np.zeros(64), "sum": np.int64(0)}
 

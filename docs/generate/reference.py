@@ -26,8 +26,7 @@ from reference_parts import filled, in_table, pages_with_parts
 from manyhands import config, errors, support
 from manyhands.algorithms.registry import SPECS
 from manyhands.cli.main import COMMANDS
-from manyhands.engines import launch
-from manyhands.engines.inline import world as inline
+from manyhands.engines import inline, launch
 from manyhands.parallel import Parallel
 
 _HEAD = "<!-- written by `make docs`; edit the code instead -->\n\n"

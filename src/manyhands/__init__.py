@@ -12,7 +12,7 @@ from manyhands.gymnasium_ids import register_with_gymnasium
 
 if TYPE_CHECKING:
     from manyhands.algorithms.spec import AlgorithmSpec
-    from manyhands.blocks.checks import check_actor
+    from manyhands.blocks import check_actor
     from manyhands.blocks.gradients import GradientServer
     from manyhands.blocks.values import SharedValues
     from manyhands.blocks.weights import WeightServer
@@ -40,7 +40,7 @@ _WHERE = {
     "WeightServer": "manyhands.blocks.weights",
     "GradientServer": "manyhands.blocks.gradients",
     "SharedValues": "manyhands.blocks.values",
-    "check_actor": "manyhands.blocks.checks",
+    "check_actor": "manyhands.blocks",
     "Replay": "manyhands.replay.buffer",
     "PrioritizedReplay": "manyhands.replay.buffer",
     "ShardedReplay": "manyhands.replay.sharded",

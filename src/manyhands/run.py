@@ -16,9 +16,8 @@ from typing import Any
 from manyhands import devices, roles, seeding, streams, threads
 from manyhands.config import Experiment, RunConfig, build, from_plain, load_toml, to_plain
 from manyhands.config.validate import check
-from manyhands.engines import calls, joined, stopping
+from manyhands.engines import calls, inline, joined, stopping
 from manyhands.engines.attach import attach
-from manyhands.engines.inline import world as inline
 from manyhands.engines.launch import Job
 from manyhands.engines.launch import run as run_job
 from manyhands.errors import ConfigError, Stopped, WorkerError

@@ -16,11 +16,11 @@ from manyhands.algorithms.base import Alone
 from manyhands.algorithms.registry import SPECS
 from manyhands.collect.rollout import Collector
 from manyhands.envs import make_vec
-from manyhands.envs.chance import EnvNoise
 from manyhands.envs.toys import Delayed, TimeLimit
 from manyhands.errors import ConfigError, WorkerError
 from manyhands.math.running_stats import Normaliser
 from manyhands.networks.build import build_actor_critic
+from manyhands.streams import EnvNoise
 from manyhands.types import Acted
 
 pytestmark = [pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")]

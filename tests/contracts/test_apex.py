@@ -15,10 +15,10 @@ from safetensors.numpy import load_file
 import manyhands as mh
 from manyhands.algorithms.base import Alone
 from manyhands.algorithms.registry import SPECS
-from manyhands.engines.inline import world as inline
+from manyhands.engines import inline
 from manyhands.errors import ConfigError
+from manyhands.experiment.bottleneck import Phases
 from manyhands.experiment.folder import SUMMARY
-from manyhands.experiment.timing import Phases
 from manyhands.networks.q import build_bounded_actor, build_q_network
 from manyhands.strategies.apex import learner as apex
 from manyhands.strategies.context import OverGroup

@@ -18,8 +18,8 @@ from manyhands.algorithms.registry import SPECS
 from manyhands.collect.rollout import Collector
 from manyhands.config import build
 from manyhands.envs import make_vec
-from manyhands.envs.chance import EnvNoise
 from manyhands.policy import build_model, build_normaliser
+from manyhands.streams import EnvNoise
 
 ENVS, LENGTH, UPDATES = 4, 32, 5
 SMALL: dict[str, dict[str, Any]] = {

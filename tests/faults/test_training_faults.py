@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from manyhands import run as running
 from manyhands.cli.main import main
-from manyhands.envs.chance import EpisodeSeeds
+from manyhands.streams import EpisodeSeeds
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 

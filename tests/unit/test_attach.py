@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.engines.attach import detect, timeout_from
-from manyhands.engines.torch.worker import slurm_first_host, slurm_port
+from manyhands.engines.torch import slurm_first_host, slurm_port
 from manyhands.errors import ConfigError
 
 OURS = {"MANYHANDS_ENGINE": "local", "MANYHANDS_RANK": "2", "MANYHANDS_SIZE": "4",

@@ -10,8 +10,7 @@ import gymnasium
 import pytest
 
 from manyhands.config import build
-from manyhands.experiment.bottleneck import PHASES, bottleneck, stepper_of
-from manyhands.experiment.timing import Phases
+from manyhands.experiment.bottleneck import PHASES, Phases, bottleneck, stepper_of
 
 SOURCE = Path(__file__).parents[2] / "src" / "manyhands"
 

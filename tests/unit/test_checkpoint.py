@@ -22,10 +22,9 @@ from resume_programs import check_same
 
 from manyhands.errors import ConfigError
 from manyhands.experiment import checkpoint
-from manyhands.experiment.checkpoint import Damaged, load, newest, save
+from manyhands.experiment.checkpoint import Damaged, difference, load, newest, pack, save, unpack
 from manyhands.experiment.lock import RunLock
 from manyhands.experiment.metrics import cut_lines
-from manyhands.experiment.state_files import difference, pack, unpack
 
 FILES = (checkpoint.ARRAYS, checkpoint.STATE, checkpoint.MANIFEST)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.replay import columns, compiled
+from manyhands.replay import columns, compiled_loops
 from manyhands.replay.columns import FRESH_BELOW, Pool, gatherer
 
 
@@ -18,9 +18,9 @@ from manyhands.replay.columns import FRESH_BELOW, Pool, gatherer
 def test_gathering_is_indexing(
     way: str, dtype: Any, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert compiled.loops() is not None, "the loops need numba: pip install 'manyhands[compiled]'"
+    assert compiled_loops() is not None, "the loops need numba: pip install 'manyhands[compiled]'"
     if way == "numpy":
-        monkeypatch.setattr(columns, "loops", lambda: None)
+        monkeypatch.setattr(columns, "compiled_loops", lambda: None)
     rng = np.random.default_rng(0)
     column = rng.integers(0, 2**40, (40, *shape)).astype(dtype)
     gather = gatherer(column)

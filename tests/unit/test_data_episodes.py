@@ -16,14 +16,14 @@ from manyhands import train, wire
 from manyhands.algorithms.a2c import A2C
 from manyhands.algorithms.options import A2CConfig
 from manyhands.collect.episodes import EpisodeCollector, EpisodeRollout, Queue
+from manyhands.engines import inline
 from manyhands.engines.attach import attach
-from manyhands.engines.inline import world as inline
 from manyhands.envs import make_vec
-from manyhands.envs.chance import EnvNoise
 from manyhands.envs.toys import Counter, TimeLimit
 from manyhands.errors import WorkerError
 from manyhands.math.running_stats import Normaliser
 from manyhands.networks.build import build_actor_critic
+from manyhands.streams import EnvNoise
 from manyhands.types import Acted
 
 ENV = "manyhands/Counter-v0"

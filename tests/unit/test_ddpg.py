@@ -13,9 +13,9 @@ from manyhands.algorithms.base import Alone
 from manyhands.algorithms.ddpg import DDPG
 from manyhands.algorithms.options import DDPGConfig
 from manyhands.collect.exploration import ActionNoise
-from manyhands.envs.chance import EnvNoise
 from manyhands.errors import ConfigError
 from manyhands.networks.q import build_bounded_actor
+from manyhands.streams import EnvNoise
 
 SPACE = Box(-1.0, 1.0, (3,), np.float32)
 ACTIONS = Box(np.array([-2.0, 0.0], np.float32), np.array([2.0, 10.0], np.float32))

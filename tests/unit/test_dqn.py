@@ -14,10 +14,10 @@ from manyhands.algorithms.base import Alone
 from manyhands.algorithms.dqn import DQN
 from manyhands.algorithms.options import DQNConfig
 from manyhands.collect.exploration import annealed, epsilon_greedy, ladder
-from manyhands.envs.chance import EnvNoise
 from manyhands.math import losses
 from manyhands.networks.q import build_q_network
 from manyhands.replay.n_step import NStep
+from manyhands.streams import EnvNoise
 
 SPACE = Box(-1.0, 1.0, (4,), np.float32)
 ROWS = 24

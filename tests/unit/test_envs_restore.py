@@ -13,11 +13,9 @@ from resume_programs import Forgetful, Remembers, check_same
 
 from manyhands import seeding
 from manyhands.envs import make_vec
-from manyhands.envs.chance import EnvNoise
-from manyhands.envs.loop import ActionLog, EnvLoop
-from manyhands.envs.restore import keeps_itself
-from manyhands.experiment.state_files import pack, unpack
-from manyhands.streams import global_chance, load_global_chance
+from manyhands.envs.loop import ActionLog, EnvLoop, keeps_itself
+from manyhands.experiment.checkpoint import pack, unpack
+from manyhands.streams import EnvNoise, global_chance, load_global_chance
 
 
 def played(envs: Any, obs: Any, steps: int, seed: int) -> list[Any]:

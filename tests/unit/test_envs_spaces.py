@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from manyhands import seeding
 from manyhands.envs import EnvLoop, make_vec, toys
 from manyhands.envs.adapter import ActionMap, FiniteCheck
-from manyhands.envs.chance import EpisodeSeeds
 from manyhands.envs.spaces import check_action_space, check_observation_space, shape_fault
 from manyhands.errors import ConfigError, WorkerError
+from manyhands.streams import EpisodeSeeds
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ import pytest
 from manyhands.config import Experiment, build, load_toml
 from manyhands.errors import ConfigError
 from manyhands.experiment import folder as folders
+from manyhands.experiment.bottleneck import Phases, merged
 from manyhands.experiment.folder import SUMMARY, RunFolder, default_run_dir
 from manyhands.experiment.metrics import Csv, Returns, to_json, write_json
 from manyhands.experiment.report_lines import end_table, start_table
-from manyhands.experiment.timing import Phases, merged
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands import launch
-from manyhands.blocks.reducer import Reducer
+from manyhands.blocks.gradients import Reducer
 from manyhands.errors import CollectiveError, ConfigError, WorkerError
 from manyhands.strategies import gradient_server
 from manyhands.strategies.context import Context

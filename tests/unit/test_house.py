@@ -27,7 +27,7 @@ BY_NAME = {
     "manyhands.bench.*.add_options": "cli/bench.py",
     "manyhands.bench.*.measure": "cli/bench.py",
     "manyhands.bench.*.table": "cli/bench.py",
-    "manyhands.engines.*.worker.attach": "engines/attach.py",
+    "manyhands.engines.*.attach": "engines/attach.py",
     "manyhands.terminal.Relay.writelines": "whatever the user's program does with sys.stdout",
 }
 

@@ -16,11 +16,11 @@ from manyhands.algorithms.impala import IMPALA, normalised_under
 from manyhands.algorithms.options import IMPALAConfig
 from manyhands.collect.unroll import UnrollCollector, joined
 from manyhands.envs import make_vec
-from manyhands.envs.chance import EnvNoise
 from manyhands.math.returns import gae
 from manyhands.math.running_stats import Normaliser
 from manyhands.networks.build import build_actor_critic
 from manyhands.networks.lstm import build_recurrent
+from manyhands.streams import EnvNoise
 
 
 def moved(algorithm: Any, by: float = 0.05) -> None:

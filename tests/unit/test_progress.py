@@ -11,8 +11,8 @@ import pytest
 from screen import Screen, seen
 
 from manyhands.experiment import progress as module
+from manyhands.experiment.bottleneck import Phases
 from manyhands.experiment.progress import Progress, duration
-from manyhands.experiment.timing import Phases
 from manyhands.terminal import can_draw
 
 INFO = {

@@ -11,18 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import ConfigError
-from manyhands.replay import compiled
-from manyhands.replay.compiled_tree import CompiledTree
-from manyhands.replay.sum_tree import SumTree
+from manyhands.replay import compiled_loops
+from manyhands.replay.sum_tree import CompiledTree, SumTree
 
-LOOPS = compiled.loops()
+LOOPS = compiled_loops()
 assert LOOPS is not None, "the loops need numba: pip install 'manyhands[compiled]'"
 # As Python runs them: what numba makes of them is compared with that, too.
-PLAIN = SimpleNamespace(
-    draw=LOOPS.draw.py_func,
-    put=LOOPS.put.py_func,
-    **{name: getattr(LOOPS, name) for name in ("TOTAL", "LARGEST", "SMALLEST")},
-)
+PLAIN = SimpleNamespace(draw=LOOPS.draw.py_func, put=LOOPS.put.py_func)
 BOTH = pytest.mark.parametrize("loops", [None, LOOPS], ids=["numpy", "loops"])
 
 SIZES = st.one_of(

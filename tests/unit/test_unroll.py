@@ -10,9 +10,9 @@ from async_programs import impala, unrolls_of
 
 from manyhands.collect.unroll import UnrollCollector, joined
 from manyhands.envs import make_vec
-from manyhands.envs.chance import EnvNoise
 from manyhands.errors import ConfigError
 from manyhands.math.running_stats import Normaliser
+from manyhands.streams import EnvNoise
 from manyhands.types import Acted
 
 

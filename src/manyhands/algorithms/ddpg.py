@@ -21,13 +21,13 @@ import torch
 from manyhands.algorithms.off_policy import OffPolicy
 from manyhands.algorithms.options import DDPGConfig
 from manyhands.collect.exploration import ActionNoise
-from manyhands.envs.chance import EnvNoise
 from manyhands.math import losses
 from manyhands.math.optimiser import Adam, make_schedule
 from manyhands.networks.build import to_tensor
 from manyhands.networks.flat import FlatParameters
 from manyhands.networks.numpy.mlp import NumpyMLP
 from manyhands.networks.q import BoundedActor
+from manyhands.streams import EnvNoise
 from manyhands.trees import Array
 from manyhands.types import Batch, Info, Obs
 

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from manyhands.algorithms.base import Across, Algorithm, Alone
-from manyhands.envs.chance import EnvNoise
 from manyhands.errors import WorkerError
 from manyhands.math.optimiser import Adam, clip_by_norm_
 from manyhands.networks.flat import FlatParameters
 from manyhands.networks.q import is_plain
+from manyhands.streams import EnvNoise
 from manyhands.trees import Array
 from manyhands.types import Batch, Info, Obs
 

@@ -169,7 +169,7 @@ def serve(libraries: dict[str, Callable[[str], Tasks]]) -> None:
     package = asked["library"].partition(",")[0]
     version = importlib.metadata.version(package)
     if package == "manyhands":
-        from manyhands.replay.compiled import in_use
+        from manyhands.replay import in_use
 
         version += f" with {in_use()}"
     print(

@@ -43,7 +43,7 @@ from manyhands.bench._tools import (
     verdicts,
 )
 from manyhands.errors import ConfigError, SupportError, WorkerError
-from manyhands.replay.compiled import in_use
+from manyhands.replay import in_use
 from manyhands.replay.frames import Frames
 from manyhands.replay.sharded import ShardedReplay
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from manyhands.blocks.locked import Locked, reach, whole
+from manyhands.blocks import Locked, reach, whole
 from manyhands.errors import ConfigError
 
 if TYPE_CHECKING:

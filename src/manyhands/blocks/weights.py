@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Literal
 
-from manyhands.blocks.locked import Locked, reach, whole
+from manyhands.blocks import Locked, reach, whole
 from manyhands.engines.base import Patience
 from manyhands.errors import CollectiveError, ConfigError
 from manyhands.trees import Tree

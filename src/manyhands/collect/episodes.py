@@ -29,9 +29,9 @@ import numpy as np
 from manyhands import trees
 from manyhands.collect.rollout import Rollout
 from manyhands.envs.adapter import Episode, Final, VecAdapter
-from manyhands.envs.chance import EnvNoise
 from manyhands.errors import WorkerError
 from manyhands.math.running_stats import Normaliser
+from manyhands.streams import EnvNoise
 from manyhands.trees import Array
 from manyhands.types import Actor, Obs
 

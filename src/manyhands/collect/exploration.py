@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.envs.chance import EnvNoise
 from manyhands.errors import ConfigError
+from manyhands.streams import EnvNoise
 from manyhands.trees import Array
 
 KINDS = ("normal", "ou", "clipped")

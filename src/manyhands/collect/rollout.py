@@ -15,9 +15,9 @@ import numpy as np
 
 from manyhands import trees
 from manyhands.envs.adapter import Episode, Final, Step, VecAdapter
-from manyhands.envs.chance import EnvNoise
 from manyhands.envs.spaces import zeros
 from manyhands.math.running_stats import Normaliser
+from manyhands.streams import EnvNoise
 from manyhands.trees import Array
 from manyhands.types import Acted, Actor, Obs
 

@@ -16,9 +16,8 @@ import re
 from collections.abc import Mapping
 
 from manyhands import roles
-from manyhands.engines import process
+from manyhands.engines import inline, process
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES, Place, Worker
-from manyhands.engines.inline import world as inline
 from manyhands.errors import ConfigError
 
 
@@ -34,7 +33,7 @@ def attach(timeout: float | None = None) -> Worker:
     limit = timeout_from(timeout)
     if place.size == 1 and place.engine != "torch":
         return inline.solo(limit)
-    module = importlib.import_module(f"manyhands.engines.{place.engine}.worker")
+    module = importlib.import_module(f"manyhands.engines.{place.engine}")
     worker: Worker = module.attach(place, limit)
     return worker
 

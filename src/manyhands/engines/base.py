@@ -114,6 +114,38 @@ class Roster:
         )
 
 
+# (is it there, doing what, waiting for what, seconds): returns, or raises at the deadline
+Wait = Callable[[Callable[[], bool], str, str, float], None]
+
+
+def wait_for(
+    ready: Callable[[], bool], doing: str, on: str, timeout: float, roster: Roster | None = None
+) -> None:
+    """Look until it is ready, with longer and longer breaks; 0 seconds: for ever."""
+    patience = Patience(timeout)
+    while not ready():
+        if not patience.pause():
+            continue
+        if roster is not None:
+            roster.raise_if_gone([], doing)  # the run was given up
+        if patience.over:
+            raise CollectiveError(f"{doing}: waited {patience.waited:.1f} s for {on}")
+
+
+def wait_of(worker: Any) -> Wait:
+    """How to wait on the engine of that `Parallel` or worker.
+
+    Inline has a way of its own: whoever waits passes the baton on. Elsewhere a wait ends early when
+    the run has been given up.
+    """
+    worker = getattr(worker, "worker", worker)
+    own: Wait | None = getattr(worker, "wait", None)
+    if own is not None:
+        return own
+    roster = worker.group.transport.roster
+    return lambda ready, doing, on, timeout: wait_for(ready, doing, on, timeout, roster)
+
+
 class Transport(ABC):
     """Bytes between the `size` workers of one group. All of them make the same calls in order.
 

@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from manyhands.engines import worker
+from manyhands.engines import inline, worker
 from manyhands.engines.attach import detect
 from manyhands.engines.base import Place
 from manyhands.engines.group import Group
-from manyhands.engines.inline import world as inline
 from manyhands.errors import ConfigError
 
 # Checked in this order, which is that of `detect`.

@@ -16,9 +16,8 @@ from typing import Any
 from manyhands import devices, wire
 from manyhands import roles as parts
 from manyhands import threads as threads_of
-from manyhands.engines import calls, stopping
+from manyhands.engines import calls, inline, stopping
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
-from manyhands.engines.inline import world as inline
 from manyhands.engines.shared import DONE, Board, Segment
 from manyhands.engines.supervisor import FirstToGo, Supervisor, label, what_ended
 from manyhands.errors import ConfigError, Stopped, SupportError, needs

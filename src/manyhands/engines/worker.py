@@ -21,9 +21,8 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from manyhands import wire
-from manyhands.engines import calls, process, stopping
+from manyhands.engines import calls, inline, process, stopping
 from manyhands.engines.attach import detect, timeout_from
-from manyhands.engines.inline import world as inline
 from manyhands.engines.shared import DONE, FAILED, RUNNING, Board
 from manyhands.errors import CollectiveError, WorkerError
 

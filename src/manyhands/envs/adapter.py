@@ -30,9 +30,9 @@ import numpy as np
 from gymnasium import spaces
 
 from manyhands import seeding, trees
-from manyhands.envs.chance import EpisodeSeeds
 from manyhands.envs.spaces import check_action_space, check_observation_space, zeros
 from manyhands.errors import ConfigError, WorkerError
+from manyhands.streams import EpisodeSeeds
 from manyhands.trees import Array
 from manyhands.types import Obs
 

@@ -1,7 +1,29 @@
-"""Making environments: `make_vec` for training, `seeded_vector` for a loop of your own."""
+"""Making environments: `make_vec` for training, `seeded_vector` for a loop of your own.
+
+EnvPool's are C++ environments in a thread pool. It resets by NEXT_STEP only, so one row per episode
+is no transition (`valid` is False there), and its seeds are fixed when it is made: each sub-env
+gets the seed of its first episode from the tree and goes on from there. Its environments are its
+own: the same id need not be the same dynamics as Gymnasium's to the last bit.
+
+Atari through ale-py: images from its C++ vector env, or the 128 bytes of RAM.
+
+Images ("image"), as most papers have them, with the randomness of Gymnasium's v5 ids:
+    84x84 grey, the last 4 frames stacked [4, 84, 84] uint8; each action held for 4 frames, of which
+    the last two are max-pooled; 0 to 30 no-ops at the start of an episode, then FIRE where the
+    game has it; with probability 0.25 the last action is repeated instead of the new one (sticky
+    actions: 0.25 is what ALE/*-v5 ids say; the old *-v4 ids say 0, and are followed); the game's
+    reduced action set; an episode is a whole game (losing a life does not end it) and is truncated
+    after 108,000 frames.
+RAM ("ram"): the id as Gymnasium makes it with obs_type="ram": [128] uint8, sticky actions and frame
+    skip as above, no no-op starts and no stack.
+
+The learner's rewards are cut to ±1 (`reward_clip`); recorded returns are the game's own score.
+"""
 
 from __future__ import annotations
 
+import secrets
+import warnings
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, Literal, get_args
@@ -13,9 +35,18 @@ from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 from manyhands import seeding
 from manyhands.envs.adapter import BoxActions, VecAdapter
 from manyhands.envs.loop import EnvLoop
-from manyhands.envs.registry import EnvSource, env_factory, friendly_errors, is_atari, resolve
+from manyhands.envs.registry import (
+    EnvSource,
+    env_factory,
+    friendly_errors,
+    is_atari,
+    known_id,
+    register_atari,
+    resolve,
+    unknown_id,
+)
 from manyhands.envs.vector import VectorAdapter
-from manyhands.errors import ConfigError
+from manyhands.errors import ConfigError, needs
 
 Backend = Literal["auto", "gymnasium", "vector", "envpool", "atari"]
 
@@ -56,15 +87,11 @@ def make_vec(
         "check_finite": check_finite,
     }
     if backend == "envpool":
-        from manyhands.envs.envpool_vector import make_envpool
-
         return make_envpool(env, num_envs, **common, **env_kwargs)
     if isinstance(env, VectorEnv):
         return _adapt(env, num_envs, backend, common)
     source = resolve(env)
     if backend == "atari" or (backend == "auto" and is_atari(source)):
-        from manyhands.envs.atari import make_atari
-
         return make_atari(source, num_envs, **common, **env_kwargs)
     if backend == "vector" and isinstance(source, str):
         return _adapt(_own_vector(source, num_envs, env_kwargs), num_envs, backend, common)
@@ -183,3 +210,160 @@ def frame_stack(env: str, backend: str, env_kwargs: dict[str, Any], space: Any) 
         return 0
     stack = int(env_kwargs.get("frame_stack" if ale else "stack_num", 4))
     return stack if shape[0] == stack and stack >= 2 else 0
+
+
+# -- EnvPool: C++ environments in a thread pool ----------------------------------------------------
+
+
+def make_envpool(
+    env: Any,
+    num_envs: int,
+    *,
+    seed: int | None = None,
+    worker: int = 0,
+    box_actions: BoxActions = "clip",
+    check_finite: bool = True,
+    num_threads: int = 1,
+    reward_clip: float | None = None,
+    first_episode: int = 0,
+    **env_kwargs: Any,
+) -> VectorAdapter:
+    """EnvPool's environments behind the adapter.
+
+    Args:
+        env: an id of `envpool.list_all_envs()`; the prefix "ALE/" may stand before Atari games.
+        num_threads: EnvPool's threads in this worker. 1 fits one worker per core; give more when
+            there are fewer workers than cores (0: as many as there are cores).
+        reward_clip: give the learner rewards cut to ±reward_clip; returns stay the true ones.
+        first_episode: which episode's seed to begin from; after a resume give the number begun
+            before, or the first episodes are played again.
+        env_kwargs: handed to `envpool.make`.
+        seed, worker, box_actions, check_finite: as for `make_vec`.
+    """
+    if not isinstance(env, str):
+        raise ConfigError(f"EnvPool knows environments by id only, not a {type(env).__name__}")
+    try:
+        import envpool
+    except ImportError as error:
+        raise needs("envpool", "envpool", error) from error
+    task = env.removeprefix("ALE/")
+    known = envpool.list_all_envs()
+    if task not in known:
+        raise unknown_id(env, known, "these are EnvPool's names, see envpool.list_all_envs()")
+    root = secrets.randbits(31) if seed is None else seed
+
+    def make(episodes: Sequence[int]) -> Any:
+        seeds = [seeding.integer(root, "env", worker, i, n) for i, n in enumerate(episodes)]
+        with warnings.catch_warnings():
+            # EnvPool builds its spaces in float64 and Gymnasium warns of every one of them.
+            warnings.filterwarnings("ignore", message=".*precision lowered by casting.*")
+            made = envpool.make(
+                task,
+                env_type="gymnasium",
+                num_envs=num_envs,
+                num_threads=num_threads,
+                seed=seeds,
+                **env_kwargs,
+            )
+            _ = made.single_observation_space, made.single_action_space  # built when first used
+            return made
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*precision lowered by casting.*")
+        adapter = VectorAdapter(
+            make([first_episode] * num_envs),
+            seed=root,
+            worker=worker,
+            box_actions=box_actions,
+            check_finite=check_finite,
+            seed_style="at_creation",
+            reward_clip=reward_clip,
+            remake=make,
+        )
+    adapter.continue_from([first_episode] * num_envs)
+    return adapter
+
+
+# -- Atari through ale-py --------------------------------------------------------------------------
+
+
+def make_atari(
+    env: EnvSource,
+    num_envs: int,
+    *,
+    seed: int | None = None,
+    worker: int = 0,
+    box_actions: BoxActions = "clip",
+    check_finite: bool = True,
+    obs_type: Literal["image", "ram"] = "image",
+    frame_stack: int = 4,
+    frame_skip: int = 4,
+    noop_max: int = 30,
+    sticky_actions: float | None = None,
+    fire_reset: bool = True,
+    episodic_life: bool = False,
+    reward_clip: float | None = 1.0,
+    num_threads: int = 1,
+    **env_kwargs: Any,
+) -> VecAdapter:
+    """Atari games behind the adapter.
+
+    Args:
+        env: a registered id of ale-py, such as "ALE/Pong-v5".
+        obs_type: "image" or "ram".
+        frame_stack, frame_skip, noop_max, fire_reset: preprocessing, see the top of this file;
+            of these RAM uses frame_skip only.
+        sticky_actions: probability of repeating the last action; None takes the id's own.
+        episodic_life: end the episode (as terminated) when a life is lost; images only.
+        reward_clip: the learner's rewards are cut to ±reward_clip; None leaves them.
+        num_threads: ALE's threads in this worker; 1 fits one worker per core.
+        env_kwargs: handed to ale-py.
+        seed, worker, box_actions, check_finite: as for `make_vec`.
+    """
+    register_atari(required=True)
+    if not isinstance(env, str) or not is_atari(env):
+        raise ConfigError(f"backend='atari' needs an id of ale-py such as 'ALE/Pong-v5', not {env}")
+    spec = known_id(env)
+    sticky = sticky_actions
+    if sticky is None:
+        sticky = float(spec.kwargs.get("repeat_action_probability", 0.25))
+    common: dict[str, Any] = {
+        "seed": seed,
+        "worker": worker,
+        "box_actions": box_actions,
+        "check_finite": check_finite,
+        "reward_clip": reward_clip,
+    }
+    if obs_type == "ram":
+        if episodic_life:
+            raise ConfigError("episodic_life is built for obs_type='image' only")
+        factory = env_factory(
+            env,
+            {
+                "obs_type": "ram",
+                "frameskip": frame_skip,
+                "repeat_action_probability": sticky,
+                **env_kwargs,
+            },
+        )
+        # WHY: seeding an ALE reloads the game (a tenth of a second); its own generator runs on.
+        return EnvLoop([factory] * num_envs, episode_seeds=False, **common)
+    if obs_type != "image":
+        raise ConfigError(f"obs_type={obs_type!r} is not known; choose image or ram")
+    from ale_py.vector_env import AtariVectorEnv
+
+    vector = AtariVectorEnv(
+        spec.kwargs["game"],
+        num_envs,
+        num_threads=num_threads,
+        repeat_action_probability=sticky,
+        frameskip=frame_skip,
+        stack_num=frame_stack,
+        noop_max=noop_max,
+        use_fire_reset=fire_reset,
+        episodic_life=episodic_life,
+        reward_clipping=False,  # the adapter clips, and keeps the true score for the records
+        autoreset_mode="SameStep",  # every row is a transition
+        **env_kwargs,
+    )
+    return VectorAdapter(vector, seed_style="array", episode_seeds=False, **common)

@@ -10,13 +10,13 @@ import copy
 import difflib
 import importlib
 import re
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import gymnasium
 
-from manyhands.envs import mujoco_words
 from manyhands.errors import ConfigError, ManyhandsError, SupportError, needs
 
 EnvSource = str | Callable[..., Any]
@@ -93,7 +93,7 @@ def env_factory(env: EnvSource, env_kwargs: dict[str, Any]) -> Callable[[], Any]
         factory = env
 
         def make_own() -> Any:
-            mujoco_words.pass_on_what_matters()
+            quiet_mujoco()
             return factory(**env_kwargs)
 
         return make_own
@@ -102,7 +102,7 @@ def env_factory(env: EnvSource, env_kwargs: dict[str, Any]) -> Callable[[], Any]
     spec.order_enforce = False
 
     def make() -> Any:
-        mujoco_words.pass_on_what_matters(spec.entry_point)
+        quiet_mujoco(spec.entry_point)
         with friendly_errors(env):
             return gymnasium.make(spec, disable_env_checker=True, **env_kwargs)
 
@@ -156,3 +156,26 @@ def _from_import_path(path: str) -> EnvSource:
         f"the environment {path!r}: module {module_name!r} has no callable {attribute!r} and "
         f"registers no such id{hint}"
     )
+
+
+# -- what MuJoCo prints ----------------------------------------------------------------------------
+
+
+def quiet_mujoco(entry_point: Any = "") -> None:
+    """Call it before an environment is made. Imports MuJoCo only for an environment of its own.
+
+    Left to itself its C library prints every deprecation of every model file once an environment,
+    on every worker, `--quiet` or not, and keeps a MUJOCO_LOG.TXT in the working directory.
+    """
+    if str(entry_point).startswith("gymnasium.envs.mujoco"):
+        with suppress(ImportError):  # making the environment says so, with what to type
+            importlib.import_module("mujoco")
+    mujoco = sys.modules.get("mujoco")
+    if mujoco is not None and mujoco.get_mju_user_warning() is None:  # else it is the user's own
+        mujoco.set_mju_user_warning(_warn)
+
+
+def _warn(text: str) -> None:
+    """Deprecated parts of a model file are its author's affair; an unstable simulation is not."""
+    if "deprecated" not in text:
+        print(f"MuJoCo: {text}", file=sys.stderr, flush=True)

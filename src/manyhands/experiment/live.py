@@ -17,9 +17,9 @@ import threading
 from rich.console import Console
 from rich.text import Text
 
+from manyhands.experiment.bottleneck import Phases
 from manyhands.experiment.progress import State, duration, lag_of
 from manyhands.experiment.report_lines import number
-from manyhands.experiment.timing import Phases
 from manyhands.terminal import Outlet, Relay, Standing, can_draw
 
 _ERASE_DOWN, _ERASE_RIGHT = "\x1b[J", "\x1b[K"

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TextIO
 
+from manyhands.experiment.bottleneck import Phases
 from manyhands.experiment.report_lines import number
-from manyhands.experiment.timing import Phases
 from manyhands.terminal import Outlet, Relay, Standing, can_draw, in_notebook, is_terminal
 
 _LIVE_SECONDS, _NOTEBOOK_SECONDS, _FILE_SECONDS = 0.2, 0.5, 10.0

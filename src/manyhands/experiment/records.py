@@ -16,12 +16,12 @@ from typing import Any
 from manyhands.config import Experiment, to_plain
 from manyhands.errors import Stopped, WorkerError
 from manyhands.experiment import checkpoint
+from manyhands.experiment.bottleneck import Phases, merged
 from manyhands.experiment.folder import RunFolder
 from manyhands.experiment.metrics import Returns
 from manyhands.experiment.progress import Progress
 from manyhands.experiment.report_lines import end_table, number, start_table
 from manyhands.experiment.sinks import make_sinks
-from manyhands.experiment.timing import Phases, merged
 from manyhands.policy import save_policy
 
 KEEP_SECONDS = 10.0  # between two writings of the policy

@@ -8,8 +8,7 @@ from typing import Any
 
 from manyhands import roles
 from manyhands.config import Experiment
-from manyhands.experiment.bottleneck import bottleneck
-from manyhands.experiment.timing import shares
+from manyhands.experiment.bottleneck import bottleneck, shares
 
 
 def start_table(experiment: Experiment, facts: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@
     batch = replay.sample(512, beta=0.4)             batch.rows, batch.weights, batch.ids
     replay.update_priorities(batch.ids, td_errors)
 
-For many actors and one learner see sharded_replay.py.
+For many actors and one learner see sharded.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manyhands.replay.compiled import loops
+from manyhands.replay import compiled_loops
 from manyhands.trees import Array
 
 # bytes: from here on malloc may get memory from the system each time, and give it back each time
@@ -70,7 +70,7 @@ def strokes(paths: Sequence[str], columns: Sequence[Array]) -> Strokes:
 def gatherer(column: Array) -> Callable[[Array, Array], Any]:
     """How rows get out of a column: a call (slots, out) with out[i] = column[slots[i]]."""
     nbytes = column.itemsize * math.prod(column.shape[1:])
-    compiled = loops() if nbytes >= _LARGE_ROW else None
+    compiled = compiled_loops() if nbytes >= _LARGE_ROW else None
     if compiled is None:
         # "clip" writes straight into `out`; the default would go through a copy
         return lambda slots, out: column.take(slots, 0, out, "clip")

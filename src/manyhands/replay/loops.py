@@ -1,8 +1,11 @@
 """What numpy cannot do in one call, as loops that numba compiles: importing this needs numba.
 
-`compiled.loops()` is the door; it gives None where numba is not installed. Types are given, so all
-is compiled when this is imported, or read from the cache of the last time, and never in the middle
-of a run. No loop holds the interpreter's lock.
+    draw, put   the sum tree's, written in sum_tree.py
+    gather      rows of a page of memory and more, written here
+
+`replay.compiled_loops()` is the door; it gives None where numba is not installed. Types are given,
+so all is compiled when this is imported, or read from the cache of the last time, and never in the
+middle of a run. No loop holds the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -11,16 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
-import numpy as np
 from llvmlite import ir
 from numba.core.cgutils import raw_memcpy
 from numba.extending import intrinsic
 
-from manyhands.replay.sum_tree import SHIFT, WIDTH
+from manyhands.replay.sum_tree import draw_leaves, put_leaves
 from manyhands.trees import Array
 
-TOTAL, LARGEST, SMALLEST = 0, 1, 2  # places in a summary
-_AHEAD = 2048  # bytes: two looks into every page of memory of 4096
+_PREFETCH_STEP = 2048  # bytes: two looks into every page of memory of 4096
 
 
 def _fast(signature: str) -> Callable[[Any], Any]:
@@ -33,98 +34,10 @@ def _fast(signature: str) -> Callable[[Any], Any]:
     return decorate
 
 
-# -- the sum tree: `sums` has all levels one after the other, level k from `starts[k]` on ----------
-
-
-@_fast("(f8[::1], i8[::1], f8[::1], f8[::1], f8, f8, f8)")
-def draw(
-    sums: Array, starts: Array, summary: Array, numbers: Array, step: float, scale: float,
-    beta: float,
-) -> tuple[Array, Array, Array]:  # fmt: skip
-    """For target b = (step·b + numbers[b])·scale: its leaf, (p / smallest p)^-beta, p / total.
-
-    Level by level and not row by row: the rows of a batch do not depend on each other, so the
-    processor gets what they need from memory at the same time. The total must not be 0.
-    """
-    count = len(numbers)
-    leaves = np.zeros(count, np.int64)
-    rests = np.empty(count, np.float64)
-    weights = np.empty(count, np.float32)
-    for b in range(count):
-        rests[b] = (step * b + numbers[b]) * scale
-    for level in range(len(starts) - 1, -1, -1):
-        for b in range(count):
-            at = starts[level] + WIDTH * leaves[b]
-            rest, running, before, child = rests[b], 0.0, 0.0, 0
-            for j in range(WIDTH):  # to the end: where to leave early cannot be foretold
-                running += sums[at + j]
-                if running <= rest:
-                    child, before = j + 1, running
-            if child == WIDTH:
-                # Rounding led past the end: it is the last priority above 0, here and below
-                child, before = WIDTH - 1, -np.inf
-                while child > 0 and sums[at + child] <= 0.0:
-                    child -= 1
-            rests[b] = rest - before
-            leaves[b] = WIDTH * leaves[b] + child
-    for b in range(count):
-        priority = sums[leaves[b]]
-        weights[b] = (priority / summary[SMALLEST]) ** -beta
-        rests[b] = priority / summary[TOTAL]
-    return leaves, weights, rests
-
-
-@_fast("(f8[::1], i8[::1], f8[::1], f8[::1], f8[::1], i8[::1], f8[::1], i8[::1], i8[::1])")
-def put(
-    sums: Array, starts: Array, summary: Array, largest: Array, smallest: Array, indices: Array,
-    priorities: Array, marks: Array, wanted: Array,
-) -> int:  # fmt: skip
-    """Give those leaves these priorities, and put right what stands above them.
-
-    Only where marks[index] is the one wanted: how many are not? An empty `marks` asks for nothing.
-    Sums are added up always in the same order.
-    """
-    count, levels = len(indices), len(starts)
-    leaves = starts[1] if levels > 1 else 0  # how many there are: the others lie behind them
-    refused = 0
-    for i in range(count):
-        if len(marks) == 0 or marks[indices[i]] == wanted[i]:
-            sums[indices[i]] = priorities[i]
-        else:
-            refused += 1
-    for level in range(1, levels + 1):
-        shift = SHIFT * level
-        below = starts[level - 1]
-        for i in range(count):
-            node = indices[i] >> shift
-            if i + 1 < count and indices[i + 1] >> shift == node:
-                continue  # the next one has the same node: neighbours are put right once
-            at = below + WIDTH * node
-            most, least = 0.0, np.inf
-            if level == 1:
-                for j in range(WIDTH):
-                    value = sums[at + j]
-                    most = max(most, value)
-                    least = min(least, value if value > 0.0 else np.inf)
-            else:
-                for j in range(WIDTH):
-                    most = max(most, largest[at - leaves + j])
-                    least = min(least, smallest[at - leaves + j])
-            a, b, c, d = 0.0, 0.0, 0.0, 0.0  # four sums at a time: one would wait for itself
-            for j in range(0, WIDTH, 4):
-                a += sums[at + j]
-                b += sums[at + j + 1]
-                c += sums[at + j + 2]
-                d += sums[at + j + 3]
-            total = (a + b) + (c + d)
-            if level == levels:
-                summary[TOTAL], summary[LARGEST], summary[SMALLEST] = total, most, least
-            else:
-                to = starts[level] + node
-                sums[to] = total
-                largest[to - leaves], smallest[to - leaves] = most, least
-    return refused
-
+draw = _fast("(f8[::1], i8[::1], f8[::1], f8[::1], f8, f8, f8)")(draw_leaves)
+put = _fast("(f8[::1], i8[::1], f8[::1], f8[::1], f8[::1], i8[::1], f8[::1], i8[::1], i8[::1])")(
+    put_leaves
+)
 
 # -- large rows ------------------------------------------------------------------------------------
 
@@ -169,6 +82,6 @@ def gather(rows: Array, slots: Array, out: Array) -> None:
     for i in range(count):
         if i + 1 < count:
             following = here + slots[i + 1] * nbytes
-            for k in range(0, nbytes, _AHEAD):
+            for k in range(0, nbytes, _PREFETCH_STEP):
                 _fetch(following + k)
         _copy(there + i * nbytes, here + slots[i] * nbytes, nbytes)

@@ -10,7 +10,7 @@ from typing import Any
 from manyhands.errors import CollectiveError
 
 
-class Ahead:
+class Prefetcher:
     """Keeps up to `depth` results of `make` ready.
 
     `make(stopped)` gives the next result; it may wait, but returns soon after `stopped()` is True.

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from manyhands.errors import ConfigError
-from manyhands.replay.compiled_tree import sum_tree
 from manyhands.replay.ring import Ring
+from manyhands.replay.sum_tree import sum_tree
 from manyhands.trees import Array, Tree
 
 _SHIFT = 44  # bits of an id that hold the ticket

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from manyhands import trees
-from manyhands.engines.base import DEFAULT_TIMEOUT
+from manyhands.engines.base import DEFAULT_TIMEOUT, Wait, wait_for, wait_of
 from manyhands.errors import CollectiveError
 from manyhands.replay.buffer import frames_of
 from manyhands.replay.frames import FramedRing
-from manyhands.replay.rate_limit import Wait, wait_for, wait_of
 from manyhands.replay.ring import Ring
 from manyhands.trees import Array, Tree
 

@@ -11,6 +11,19 @@ is no lock at all: whoever dies, nobody is stuck. Probabilities, importance weig
 maximum are those of one buffer, to the bit, because there is one tree.
 
 An actor on another machine sends its rows to the learner instead, which writes them for it.
+
+How often rows are drawn for each row added is held between two bounds (`RateLimit`):
+
+    surplus = samples_per_insert · inserted - sampled
+
+    the learner may draw B rows while   surplus - B >= samples_per_insert · min_size - error_buffer
+    actors may add rows while           surplus     <  samples_per_insert · min_size + error_buffer
+
+A learner that is too fast for its actors waits, and so do actors that are too fast for the learner:
+what is learned does not depend on which of them has the faster machine.
+
+The learner alone does the sum. What actors may still add is written into the header of each
+shard, in equal parts, whenever the learner looks; an actor reads its own and asks nobody.
 """
 
 from __future__ import annotations
@@ -18,15 +31,15 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from manyhands.engines.base import DEFAULT_TIMEOUT
+from manyhands.engines.base import DEFAULT_TIMEOUT, Wait, wait_for, wait_of
 from manyhands.errors import CollectiveError, ConfigError
 from manyhands.replay.buffer import frames_of
 from manyhands.replay.frames import Frames, make_ring
-from manyhands.replay.prefetch import Ahead
-from manyhands.replay.rate_limit import Pace, RateLimit, Wait, wait_for, wait_of
+from manyhands.replay.prefetch import Prefetcher
 from manyhands.replay.ring import Ring
 from manyhands.replay.sampling import Batch, EmptyError, Proportional, Uniform, assemble
 from manyhands.replay.shard_writer import ShardWriter
@@ -106,7 +119,7 @@ class ShardedReplay:
         self._counters = {"lost_shards": 0, "kept_rows": 0, "dropped_rows": 0}
         self._beta = 0.4
         self._released = False
-        self._ahead = Ahead(self._next, prefetch) if prefetch else None
+        self._prefetcher = Prefetcher(self._next, prefetch) if prefetch else None
 
     # -- how much there is ---------------------------------------------------------------------
 
@@ -141,8 +154,8 @@ class ShardedReplay:
             for ring in self._rings:
                 ring.drop()
             self._sampler.take_in()
-        if self._ahead is not None:
-            self._ahead.discard()
+        if self._prefetcher is not None:
+            self._prefetcher.discard()
 
     @property
     def counters(self) -> dict[str, float]:
@@ -163,8 +176,8 @@ class ShardedReplay:
         self._check_there()
         limit = self.timeout if timeout is None else timeout
         self._beta = beta
-        if self._ahead is not None:
-            batch: Batch = self._ahead.take(self._doing, self._needs(), limit)
+        if self._prefetcher is not None:
+            batch: Batch = self._prefetcher.take(self._doing, self._needs(), limit)
             return batch
         deadline = time.monotonic() + (limit or float("inf"))
         while True:
@@ -279,8 +292,8 @@ class ShardedReplay:
 
     def close(self) -> None:
         """End the prefetching thread, and let actors go on without bounds. Safe to call twice."""
-        if self._ahead is not None:
-            self._ahead.close(self.timeout)
+        if self._prefetcher is not None:
+            self._prefetcher.close(self.timeout)
         with self._lock:
             self._pace.lift()
 
@@ -337,3 +350,85 @@ class Door:
 
     def clear(self, shard: int) -> None:
         self._replay.clear(shard)
+
+
+# -- the rate --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RateLimit:
+    """Bounds on samples per insert.
+
+    Args:
+        samples_per_insert: how often each row is drawn, on average.
+        min_size: rows that must be there before the first is drawn.
+        error_buffer: how many samples either side may be ahead; None: the larger of one batch and
+            a tenth of `samples_per_insert · min_size`.
+    """
+
+    samples_per_insert: float
+    min_size: int = 1
+    error_buffer: float | None = None
+
+
+class Pace:
+    """The learner's count of what was added and drawn; without a limit, only the count."""
+
+    def __init__(self, limit: RateLimit | None, batch_size: int, rings: Sequence[Ring]) -> None:
+        self._rings, self._batch = list(rings), batch_size
+        self.sampled = 0
+        self.min_size = 1 if limit is None else limit.min_size
+        self._ratio = 0.0
+        if limit is not None:
+            self._ratio = limit.samples_per_insert
+            centre = self._ratio * limit.min_size
+            slack = limit.error_buffer
+            slack = max(batch_size, 0.1 * centre) if slack is None else slack
+            self._check(limit, slack)
+            self._low, self._high = centre - slack, centre + slack
+
+    def _check(self, limit: RateLimit, slack: float) -> None:
+        capacity = sum(ring.capacity for ring in self._rings)
+        if not limit.samples_per_insert > 0.0:
+            raise ConfigError(f"samples_per_insert {limit.samples_per_insert} must be above 0")
+        if not 1 <= limit.min_size <= capacity:
+            raise ConfigError(f"min_size {limit.min_size} does not fit a replay of {capacity} rows")
+        if 2 * slack < self._batch:
+            raise ConfigError(
+                f"error_buffer {slack:g} is too small for batches of {self._batch}: the learner "
+                f"would wait for the actors and they for it; give at least {self._batch / 2:g}"
+            )
+
+    @property
+    def inserted(self) -> int:
+        return sum(ring.written for ring in self._rings)
+
+    @property
+    def surplus(self) -> float:
+        return self._ratio * self.inserted - self.sampled
+
+    def may_sample(self) -> bool:
+        """Whether a batch may be drawn now; tells the actors how far they may go meanwhile."""
+        self.publish()
+        if sum(ring.size for ring in self._rings) < self.min_size:
+            return False
+        return not self._ratio or self.surplus - self._batch >= self._low
+
+    def count(self, rows: int) -> None:
+        self.sampled += rows
+        self.publish()
+
+    def lift(self) -> None:
+        """No bound from here on: nobody is kept waiting for a learner that has stopped."""
+        self._ratio = 0.0
+        for ring in self._rings:
+            ring.allow(None)
+
+    def publish(self) -> None:
+        if not self._ratio:
+            return
+        rows = (self._high - self.surplus) / self._ratio
+        # Rounded up: where there is room at all, each actor may add a row.
+        share = max(int(-(-rows // len(self._rings))), 0)
+        for ring in self._rings:
+            ring.allow(ring.written + share)

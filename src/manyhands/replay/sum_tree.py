@@ -10,21 +10,31 @@ two steps below the top; two children to a node would need twenty.
 A sum is never corrected by a difference: it is added up again from its children, always in the same
 order, so rounding cannot pile up, and a tree that was built at once equals one that grew.
 
-This one needs numpy only. Where numba is installed, compiled_tree.py does the same faster.
+This one needs numpy only. Where numba is installed, compiled loops do the same faster:
+
+    priorities   p0 ... p15 | p16 ... p31 | ...       16 to a node, all the way up
+    sums            s0      |     s1      | ...       with the largest and the smallest above 0
+    summary      total, largest, smallest             of the whole tree
+
+With batches of 32 most of a draw by numpy is calls. Here a whole draw is one call, and so is a
+whole change.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from operator import methodcaller
 from typing import Any
 
 import numpy as np
 
 from manyhands.errors import ConfigError
+from manyhands.replay import compiled_loops
 from manyhands.trees import Array
 
 WIDTH, SHIFT = 16, 4
+TOTAL, LARGEST, SMALLEST = 0, 1, 2  # places in the summary of a compiled tree
 _TOP = 4096  # sums that the top may have: to add up more costs more than another step down
 _BLOCK = WIDTH * WIDTH  # priorities that share one bound on their smallest and largest
 # children @ _BEFORE: what lies before each of 16 children, the last child first, so that the first
@@ -272,3 +282,163 @@ class _Extreme:
         if self._nothing > 0.0 and np.count_nonzero(values) < values.size:
             return np.where(values > 0.0, values, self._nothing)
         return values
+
+
+# -- by compiled loops -----------------------------------------------------------------------------
+
+
+def sum_tree(capacity: int) -> SumTree:
+    """The fastest that can be had here."""
+    loops = compiled_loops()
+    return SumTree(capacity) if loops is None else CompiledTree(capacity, loops)
+
+
+class CompiledTree(SumTree):
+    """What `SumTree` does, by these loops."""
+
+    def __init__(self, capacity: int, loops: Any) -> None:
+        self._loops = loops
+        super().__init__(capacity)
+
+    def _make(self) -> None:
+        sizes = [-(-self.capacity // WIDTH) * WIDTH]
+        while sizes[-1] > WIDTH:
+            sizes.append(-(-sizes[-1] // WIDTH**2) * WIDTH)
+        # Rounded up, so that every sum has its 16 children; those beyond the capacity stay 0
+        self._starts = np.cumsum([0, *sizes[:-1]])
+        self._sums = np.zeros(sum(sizes))
+        # Without those of the leaves, which are the leaves
+        self._most = np.zeros(sum(sizes[1:]))
+        self._least = np.full(sum(sizes[1:]), np.inf)
+        self._summary = np.array([0.0, 0.0, np.inf])
+        self._leaves = self._sums[: sizes[0]]
+
+    @property
+    def total(self) -> float:
+        return float(self._summary[TOTAL])
+
+    def put(self, indices: Array, priorities: Array) -> None:
+        self.put_where(_NO_MARKS, indices, indices, priorities)
+
+    def put_where(self, marks: Array, wanted: Array, indices: Array, priorities: Array) -> int:
+        return int(
+            self._loops.put(
+                self._sums, self._starts, self._summary, self._most, self._least,
+                indices, priorities, marks, wanted,
+            )
+        )  # fmt: skip
+
+    def clear(self) -> None:
+        self._sums[:], self._most[:], self._least[:] = 0.0, 0.0, np.inf
+        self._summary[:] = 0.0, 0.0, np.inf
+
+    def max(self) -> float:
+        return float(self._summary[LARGEST])
+
+    def min_positive(self) -> float:
+        return float(self._summary[SMALLEST])
+
+    def find(self, targets: Array) -> Array:
+        self._check_total()
+        return self._draw(np.array(targets, np.float64), 0.0, 1.0, 0.0)[0]
+
+    def draw(self, numbers: Array, beta: float) -> tuple[Array, Array, Array]:
+        self._check_total()
+        return self._draw(numbers, 1.0, self.total / len(numbers), beta)
+
+    def _draw(
+        self, numbers: Array, step: float, scale: float, beta: float
+    ) -> tuple[Array, Array, Array]:
+        draw: Callable[..., tuple[Array, Array, Array]] = self._loops.draw
+        return draw(self._sums, self._starts, self._summary, numbers, step, scale, beta)
+
+
+_NO_MARKS = np.zeros(0, np.int64)
+
+
+def draw_leaves(
+    sums: Array, starts: Array, summary: Array, numbers: Array, step: float, scale: float,
+    beta: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """For target b = (step·b + numbers[b])·scale: its leaf, (p / smallest p)^-beta, p / total.
+
+    Level by level and not row by row: the rows of a batch do not depend on each other, so the
+    processor gets what they need from memory at the same time. The total must not be 0.
+    """
+    count = len(numbers)
+    leaves = np.zeros(count, np.int64)
+    rests = np.empty(count, np.float64)
+    weights = np.empty(count, np.float32)
+    for b in range(count):
+        rests[b] = (step * b + numbers[b]) * scale
+    for level in range(len(starts) - 1, -1, -1):
+        for b in range(count):
+            at = starts[level] + WIDTH * leaves[b]
+            rest, running, before, child = rests[b], 0.0, 0.0, 0
+            for j in range(WIDTH):  # to the end: where to leave early cannot be foretold
+                running += sums[at + j]
+                if running <= rest:
+                    child, before = j + 1, running
+            if child == WIDTH:
+                # Rounding led past the end: it is the last priority above 0, here and below
+                child, before = WIDTH - 1, -np.inf
+                while child > 0 and sums[at + child] <= 0.0:
+                    child -= 1
+            rests[b] = rest - before
+            leaves[b] = WIDTH * leaves[b] + child
+    for b in range(count):
+        priority = sums[leaves[b]]
+        weights[b] = (priority / summary[SMALLEST]) ** -beta
+        rests[b] = priority / summary[TOTAL]
+    return leaves, weights, rests
+
+
+def put_leaves(
+    sums: Array, starts: Array, summary: Array, largest: Array, smallest: Array, indices: Array,
+    priorities: Array, marks: Array, wanted: Array,
+) -> int:  # fmt: skip
+    """Give those leaves these priorities, and put right what stands above them.
+
+    Only where marks[index] is the one wanted: how many are not? An empty `marks` asks for nothing.
+    Sums are added up always in the same order.
+    """
+    count, levels = len(indices), len(starts)
+    leaves = starts[1] if levels > 1 else 0  # how many there are: the others lie behind them
+    refused = 0
+    for i in range(count):
+        if len(marks) == 0 or marks[indices[i]] == wanted[i]:
+            sums[indices[i]] = priorities[i]
+        else:
+            refused += 1
+    for level in range(1, levels + 1):
+        shift = SHIFT * level
+        below = starts[level - 1]
+        for i in range(count):
+            node = indices[i] >> shift
+            if i + 1 < count and indices[i + 1] >> shift == node:
+                continue  # the next one has the same node: neighbours are put right once
+            at = below + WIDTH * node
+            most, least = 0.0, np.inf
+            if level == 1:
+                for j in range(WIDTH):
+                    value = sums[at + j]
+                    most = max(most, value)
+                    least = min(least, value if value > 0.0 else np.inf)
+            else:
+                for j in range(WIDTH):
+                    most = max(most, largest[at - leaves + j])
+                    least = min(least, smallest[at - leaves + j])
+            a, b, c, d = 0.0, 0.0, 0.0, 0.0  # four sums at a time: one would wait for itself
+            for j in range(0, WIDTH, 4):
+                a += sums[at + j]
+                b += sums[at + j + 1]
+                c += sums[at + j + 2]
+                d += sums[at + j + 3]
+            total = (a + b) + (c + d)
+            if level == levels:
+                summary[TOTAL], summary[LARGEST], summary[SMALLEST] = total, most, least
+            else:
+                to = starts[level] + node
+                sums[to] = total
+                largest[to - leaves], smallest[to - leaves] = most, least
+    return refused

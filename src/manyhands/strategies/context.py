@@ -21,10 +21,10 @@ from manyhands.engines.base import Worker, cores
 from manyhands.engines.group import Group
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import VecAdapter
-from manyhands.envs.chance import EnvNoise
-from manyhands.experiment.timing import Phases
+from manyhands.experiment.bottleneck import Phases
 from manyhands.math.running_stats import Normaliser, RunningStats
 from manyhands.policy import build_model, build_normaliser
+from manyhands.streams import EnvNoise
 
 RESTARTS = 1000  # that one session of a run may have: seeds of different sessions differ
 

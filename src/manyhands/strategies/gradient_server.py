@@ -24,7 +24,7 @@ import torch
 
 from manyhands import trees
 from manyhands.algorithms.a2c import A2C
-from manyhands.blocks.reducer import Reducer
+from manyhands.blocks.gradients import Reducer
 from manyhands.collect.rollout import Collector
 from manyhands.errors import WorkerError
 from manyhands.math.optimiser import make_schedule

@@ -26,9 +26,9 @@ from manyhands import wire
 from manyhands.collect.rollout import Rollout
 from manyhands.engines import stopping
 from manyhands.errors import ConfigError
+from manyhands.experiment.checkpoint import difference
 from manyhands.experiment.records import Records
 from manyhands.experiment.report_lines import number
-from manyhands.experiment.state_files import difference
 from manyhands.math.running_stats import Moments
 from manyhands.strategies.context import Context
 from manyhands.streams import global_chance, load_global_chance

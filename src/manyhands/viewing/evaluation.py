@@ -20,12 +20,12 @@ from manyhands import seeding, streams
 from manyhands.config import Experiment
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import DictRows
-from manyhands.envs.chance import OwnChance
 from manyhands.envs.registry import env_factory, is_atari, resolve
 from manyhands.envs.spaces import zeros
 from manyhands.errors import ConfigError
 from manyhands.networks.build import has_image
 from manyhands.policy import Policy, load
+from manyhands.streams import OwnChance
 from manyhands.threads import one_thread
 
 NUM_ENVS = 8  # side by side: the network's cost is shared, and it need not divide the episodes

@@ -17,13 +17,12 @@ import numpy as np
 
 from manyhands import __version__
 from manyhands.errors import ConfigError
-from manyhands.experiment.bottleneck import bottleneck
+from manyhands.experiment.bottleneck import bottleneck, shares
 from manyhands.experiment.progress import duration
 from manyhands.experiment.report_lines import number
-from manyhands.experiment.timing import shares
 from manyhands.viewing import curves
 from manyhands.viewing import report_page as html
-from manyhands.viewing.report_pictures import behaviour, picture
+from manyhands.viewing.report_page import behaviour, picture
 from manyhands.viewing.runs import Run, command_of, group_runs, read_run
 
 # Phases that have a column and a colour of their own, whatever a run calls the rest

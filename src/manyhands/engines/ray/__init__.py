@@ -1,1 +1,153 @@
-"""Workers that are Ray actors."""
+"""A worker inside a Ray actor: how it meets the others, and its door to channels and services."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+from manyhands.engines import process
+from manyhands.engines.base import Channel, Place, Service, WeightStore
+from manyhands.engines.group import Group
+from manyhands.errors import CollectiveError, ConfigError
+from manyhands.trees import Tree
+
+if TYPE_CHECKING:
+    from manyhands.engines.ray.parts import Desk
+
+START_SECONDS = 60.0  # the most that the start of all actors may take
+DESK: list[Desk] = []  # in an actor's process: its door to the office
+
+
+def attach(place: Place, timeout: float) -> RayWorker:
+    """Meet the other actors of this run; CollectiveError names those who do not come."""
+    if not DESK:
+        raise ConfigError(
+            "MANYHANDS_ENGINE=ray, but this process is not one of manyhands' Ray actors; type "
+            "`manyhands launch --engine ray -n N script.py`"
+        )
+    return RayWorker(place, timeout, DESK[0])
+
+
+class RayWorker(process.ProcessWorker):
+    def __init__(self, place: Place, timeout: float, desk: Desk) -> None:
+        import ray
+        import torch
+
+        from manyhands.engines.ray.parts import NewsRoster
+        from manyhands.engines.torch import Arrival, own_gpus
+        from manyhands.engines.torch import transport as c10d
+
+        self._desk = desk
+        self._handed: WeightStore | None = None
+        self._version = 0  # of the weights that were handed out last
+        start = max(timeout, START_SECONDS) if timeout > 0 else 0.0
+        one_node = place.local_size == place.size
+        ip = "127.0.0.1" if one_node else ray.util.get_node_ip_address()
+        listener = socket.create_server((ip, 0)) if place.rank == 0 else None
+        port = listener.getsockname()[1] if listener is not None else 0
+        gpus = torch.cuda.device_count() if torch.distributed.is_nccl_available() else 0
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        here = [place.host, gpus, visible, ip, port]
+        state, met = desk.ask("start of the ray engine", "meet", "start", place.rank, here, start,
+                              wait=start)  # fmt: skip
+        if state != "ok":
+            raise _nobody(state, met, place.size, start)
+        hosts = [m[0] for m in met]
+        arrivals = [Arrival(*m[:3]) for m in met]
+        board = process.open_board(place.size) if len(set(hosts)) == 1 else None
+        super().__init__(place, timeout, board)
+        store = _store(met[0][3], met[0][4], place.size, listener, start)
+        mine = place.local_rank % gpus if own_gpus(arrivals) else None
+        self._process_group: Any = c10d.init_process_group(
+            place.rank, place.size, store, timeout, gpu=mine, one_host=len(set(hosts)) == 1
+        )
+        roster = self.roster(hosts)
+        desk.names = roster.names
+        if board is None:
+            roster = NewsRoster(desk, roster.names)
+        self.group = Group(
+            c10d.C10dTransport(self._process_group, range(place.size), place.rank, roster, timeout,
+                               board, store)
+        )  # fmt: skip
+
+    def channel(self, name: str, *, reader: int = 0, capacity: int = 8) -> Channel:
+        from manyhands.engines.ray.parts import RayChannel
+
+        return RayChannel(self._desk, name, reader, capacity, self.timeout)
+
+    def weights(self, name: str, *, writer: int = 0) -> WeightStore:
+        from manyhands.engines.ray.parts import RayWeights
+
+        return RayWeights(self._desk, name, writer, self.timeout)
+
+    def hand_out(self, weights: Tree) -> Tree:
+        """Through the object store: put once a version, fetched once a node."""
+        if self._handed is None:
+            self._handed = self.weights("manyhands: handed out")
+        self._version += 1
+        if self.place.rank == 0:
+            self._handed.publish(weights)
+            return weights
+        found = self._handed.pull(newer_than=self._version - 1, timeout=self.timeout)
+        assert found is not None  # pull waits, and raises at its deadline
+        return found[1]
+
+    def serve(self, name: str, target: object) -> None:
+        self._desk.serve(name, target)
+
+    def service(self, name: str, timeout: float | None = None) -> Service:
+        from manyhands.engines.ray.parts import RayService
+
+        limit = self.timeout if timeout is None else timeout
+        state, found = self._desk.ask(f"service {name!r}", "find", name, limit, wait=limit)
+        if state != "ok":
+            raise CollectiveError(
+                f"service {name!r}: nobody offered it within {limit:g} s; offered are: "
+                f"{', '.join(found) or 'none'}"
+            )
+        return RayService(self._desk, name, int(found), self.timeout)
+
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        self._leave()
+
+    def close(self) -> None:
+        super().close()  # first the word on the board, so that who waits learns why
+        self._leave()
+
+    def _leave(self) -> None:
+        from manyhands.engines.torch.transport import leave_process_group
+
+        group, self._process_group = self._process_group, None
+        if group is not None:
+            leave_process_group(group)
+
+
+def _nobody(state: str, met: Any, size: int, waited: float) -> CollectiveError:
+    if state == "gone":
+        return CollectiveError(f"start of the ray engine: another worker {met}")
+    who = ", ".join(f"worker {r} of {size}" for r in met)
+    return CollectiveError(f"start of the ray engine: waited {waited:g} s for {who}")
+
+
+def _store(host: str, port: int, size: int, listener: Any, timeout: float) -> Any:
+    """The c10d store: a small key-value server in worker 0, on its node's address."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    from manyhands.engines.torch.transport import group_timeout
+
+    try:
+        store = TCPStore(
+            host, port, size,
+            is_master=listener is not None,
+            timeout=group_timeout(timeout),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener is not None else None,
+        )  # fmt: skip
+    except RuntimeError as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise CollectiveError(
+            f"worker 0's store at {host}:{port} is out of reach: {reason}"
+        ) from None
+    return PrefixStore("manyhands", store)

@@ -23,8 +23,8 @@ from typing import Any
 from manyhands import threads, wire
 from manyhands.engines import process
 from manyhands.engines.liveness import alive
+from manyhands.engines.ray import DESK, START_SECONDS
 from manyhands.engines.ray.session import Session
-from manyhands.engines.ray.worker import DESK, START_SECONDS
 from manyhands.engines.shared import DEAD, FAILED, RUNNING, Board
 from manyhands.errors import CollectiveError, ConfigError, WorkerError
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from manyhands import seeding, trees
+from manyhands.engines.base import wait_of
 from manyhands.engines.group import Group
 from manyhands.experiment.report_lines import number
-from manyhands.replay.rate_limit import RateLimit, wait_of
-from manyhands.replay.sharded import ShardedReplay
+from manyhands.replay.sharded import RateLimit, ShardedReplay
 from manyhands.strategies import experience
 from manyhands.strategies.allreduce import CHECK_EVERY
 from manyhands.strategies.apex.actor import REPLAY, REPORTS

@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from typing import Any
 
-from manyhands.replay.rate_limit import wait_of
+from manyhands.engines.base import wait_of
 from manyhands.replay.sharded import ShardedReplay
 from manyhands.strategies.apex import learner as apex
 from manyhands.strategies.apex.actor import REPLAY, REPORTS, Actor

@@ -1,1 +1,0 @@
-"""All workers in one process, one at a time."""
