@@ -21,10 +21,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
+import tomli_w
+
 from manyhands import support
 from manyhands.algorithms.registry import SPECS, spec_of
 from manyhands.algorithms.spec import AlgorithmSpec
-from manyhands.config.toml_text import to_toml
 from manyhands.config.values import coerce
 from manyhands.errors import ConfigError
 from manyhands.roles import Roles
@@ -244,8 +245,9 @@ def from_plain(data: Mapping[str, Any]) -> Experiment:
 
 def save_toml(path: str | os.PathLike[str], experiment: Experiment) -> None:
     """Write the experiment so that `load_toml` gives it back; None is left out."""
-    with open(path, "w", encoding="utf-8", newline="\n") as file:
-        file.write(to_toml(to_plain(experiment)))
+    plain = {name: _given(part) for name, part in to_plain(experiment).items()}
+    with open(path, "wb") as file:
+        tomli_w.dump(plain, file)
 
 
 def load_toml(path: str | os.PathLike[str]) -> Experiment:
@@ -350,6 +352,12 @@ def usual(options: type[Any], name: str) -> bool:
 def _plain_fields(config: Any) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in names_of(type(config))}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def _given(part: Any) -> Any:
+    """TOML has no None."""
+    given = isinstance(part, Mapping)
+    return {k: v for k, v in part.items() if v is not None} if given else part
 
 
 def _assemble(
