@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 
 # Before torch or numpy is imported: on small arrays a second BLAS thread only gets in the way.
@@ -61,33 +64,33 @@ os.environ["MANYHANDS_TEST"] = MARK.partition("=")[2]
 
 def ours() -> set[int]:
     """Processes that carry our mark, but for this one and zombies."""
-    found = set()
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid():
-            try:
-                with open(f"/proc/{entry}/environ", "rb") as file:
-                    if MARK.encode() in file.read():
-                        found.add(int(entry))
-            except OSError:
-                continue  # gone, or not ours to read
-    return found
+    name, _, value = MARK.partition("=")
+    return {pid for pid in psutil.pids() if pid != os.getpid() and set_in(pid, name) == value}
+
+
+def set_in(pid: int, variable: str) -> str | None:
+    """An environment variable of a process; None where it has none, has ended, or is not ours."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).environ().get(variable)
+    return None
+
+
+def worker_process(rank: int) -> int:
+    """The process of that worker, among those that tests have started."""
+    for pid in ours():
+        if set_in(pid, "MANYHANDS_RANK") == str(rank):
+            return pid
+    raise AssertionError(f"no process of worker {rank}")
 
 
 def listening(pids: set[int]) -> set[str]:
     """TCP sockets on which any of these processes listens."""
-    inodes = {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        if os.path.exists(table):
-            with open(table) as file:
-                rows = [line.split() for line in file.readlines()[1:]]
-            inodes |= {f"socket:[{row[9]}]": row[1] for row in rows if row[3] == "0A"}
     found = set()
     for pid in pids:
-        try:
-            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-        except OSError:
-            continue
-        found |= {inodes[link] for link in links if link in inodes}
+        with contextlib.suppress(psutil.Error):
+            for one in psutil.Process(pid).net_connections("tcp"):
+                if one.status == psutil.CONN_LISTEN:
+                    found.add(f"{one.laddr.ip}:{one.laddr.port}")
     return found
 
 
@@ -97,14 +100,12 @@ def shared_memory() -> set[str]:
 
 def left_behind(names: set[str]) -> set[str]:
     """Those shared-memory files that no living process has mapped: another test may run now."""
-    for entry in os.listdir("/proc") if names else ():
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/maps") as file:
-                    text = file.read()
-            except OSError:
-                continue
-            names = {name for name in names if f"{SHM}/{name}" not in text}
+    for pid in psutil.pids() if names else ():
+        try:  # by hand: psutil reads smaps, for which the kernel counts every page
+            text = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue
+        names = {name for name in names if f"{SHM}/{name}" not in text}
     return names & shared_memory()
 
 
@@ -127,11 +128,9 @@ def nothing_left() -> Iterator[None]:
 
 
 def _command(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/cmdline") as file:
-            return f"{pid} {file.read()}".replace("\0", " ")
-    except OSError:
-        return str(pid)
+    with contextlib.suppress(psutil.Error):
+        return f"{pid} {' '.join(psutil.Process(pid).cmdline())}"
+    return str(pid)
 
 
 def skipped_in_one_line(reasons: list[str]) -> str:

@@ -14,7 +14,6 @@ from manyhands.errors import ConfigError
 
 VARIABLE = "MANYHANDS_ROLES"
 _PART = re.compile(r"\s*([A-Za-z][\w-]*)\s*=\s*(\d+)\s*")
-_ACTING = ("worker", "actor")  # the roles that step environments in a training run
 
 
 class Part(NamedTuple):
@@ -36,11 +35,6 @@ class Roles:
     def text(self) -> str:
         """As it is typed after --roles."""
         return ",".join(f"{role}={count}" for role, count in self.counts.items())
-
-    @property
-    def actors(self) -> int:
-        """Workers that step environments."""
-        return sum(count for role, count in self.counts.items() if role in _ACTING)
 
     def ranks(self, role: str) -> list[int]:
         """Ranks of the workers with that role; none if there is no such role."""
@@ -90,13 +84,3 @@ def from_environment(size: int, env: Mapping[str, str] = os.environ) -> Roles:
     text = env.get(VARIABLE, "")
     given = parse(text) if text else Roles({"worker": size})
     return given if given.size == size else Roles({"worker": size})
-
-
-def of_run(strategy: str, workers: int, learners: int = 1, reducers: int = 0) -> Roles:
-    """The parts of a training run. Who writes the records is always worker 0."""
-    if strategy in ("actor_learner", "apex"):
-        return Roles({"learner": learners, "actor": max(0, workers - learners)})
-    if strategy == "gradient_server":
-        parts = {"server": 1, "reducer": reducers, "worker": max(0, workers - 1 - reducers)}
-        return Roles({role: count for role, count in parts.items() if count or role == "worker"})
-    return Roles({"worker": workers})

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manyhands import devices, roles, seeding, streams, threads
+from manyhands import devices, seeding, streams, threads
 from manyhands.config import Experiment, RunConfig, build, from_plain, load_toml, to_plain
 from manyhands.config.validate import check
 from manyhands.engines import calls, inline, joined, stopping
@@ -154,7 +154,8 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
 
     from manyhands.experiment.records import Records
     from manyhands.policy import spaces_of
-    from manyhands.strategies import PROGRAMS, Context, RunProgress
+    from manyhands.strategies.context import Context
+    from manyhands.strategies.progress import RunProgress
 
     began = time.perf_counter()
     experiment = from_plain(plain)
@@ -179,7 +180,7 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
     progress = RunProgress(context, records, state)
     try:
         context.phases.add("starting", time.perf_counter() - began)
-        PROGRAMS[experiment.strategy](context, progress)
+        experiment.strategy_spec.load()(context, progress)
         return progress.finish()
     except BaseException as error:
         progress.fail(error)
@@ -221,7 +222,8 @@ def _run(plain: dict[str, Any], resumed: dict[str, Any] | None, start: Start) ->
 
 
 def _start_workers(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dict[str, Any]:
-    run = from_plain(plain).run
+    experiment = from_plain(plain)
+    run, restarts = experiment.run, experiment.strategy_spec.restarts
     job = Job(
         workers=run.workers,
         engine=run.engine,
@@ -229,8 +231,8 @@ def _start_workers(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dic
         timeout=run.timeout,
         address=run.address,
         results=True,
-        roles=_roles(run).text if run.workers > 1 else "",
-        restart=_replaceable(run),
+        roles=run.roles.text if run.workers > 1 else "",
+        restart=tuple(run.roles.ranks(restarts)) if run.engine == "local" else (),
         graceful=True,
     )
     summary: dict[str, Any] = run_job(job)[0]
@@ -247,7 +249,7 @@ def _start_inline(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dict
         return train_worker(plain, resumed)
 
     with stopping.SoftStop() as soft, soft.named(), threads.one_thread():
-        summary: dict[str, Any] = inline.run(work, run.workers, run.timeout, _roles(run))[0]
+        summary: dict[str, Any] = inline.run(work, run.workers, run.timeout, run.roles)[0]
     return summary
 
 
@@ -266,19 +268,6 @@ def _join_workers(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dict
         summary = train_worker(plain, resumed)
     decided: dict[str, Any] = joined.main_decides(group, lambda: summary)
     return decided
-
-
-def _roles(run: RunConfig) -> roles.Roles:
-    return roles.of_run(run.strategy, run.workers, run.learners, run.reducers)
-
-
-def _replaceable(run: RunConfig) -> tuple[int, ...]:
-    """Workers that nobody waits for, and that can so be started again when they are killed."""
-    asynchronous = ("actor_learner", "gradient_server", "apex")
-    if run.engine != "local" or run.strategy not in asynchronous:
-        return ()
-    given = _roles(run)
-    return tuple(given.ranks("actor") or given.ranks("worker"))
 
 
 def _changed(experiment: Experiment, options: dict[str, Any]) -> Experiment:

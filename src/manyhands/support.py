@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from manyhands.algorithms.registry import SPECS, spec_of
 from manyhands.algorithms.spec import AlgorithmSpec
-
-OK = "ok"
+from manyhands.strategies import registry as strategies
+from manyhands.strategies.spec import OK as OK
 
 ENGINES = ("inline", "local", "mpi", "ray", "torch")
 
@@ -27,37 +27,22 @@ PARTS: dict[str, dict[str, str]] = {
     },
 }
 
-STRATEGIES = ("single", "gather", "allreduce", "gradient_server", "apex", "actor_learner")
-
-_ON_POLICY = "learns from fresh data only, and a replay holds old; use dqn or ddpg"
-_LAG = "does not correct for data older than its policy; use impala"
-_SEVERAL_STEPS = "takes several steps on one batch, which others' gradients would upset; use a2c"
-_REPLAY = "learns from a replay, which apex spreads over workers; use single or apex"
-_V_TRACE = "is made for actors that send to a learner; use actor_learner"
-
-# what an algorithm learns from -> strategy -> the reason why not; the others are OK
-_KINDS: dict[str, dict[str, str]] = {
-    "rollout": {"apex": _ON_POLICY, "actor_learner": _LAG, "gradient_server": _SEVERAL_STEPS},
-    "unroll": {s: _V_TRACE for s in STRATEGIES if s not in ("single", "actor_learner")},
-    "replay": {s: _REPLAY for s in STRATEGIES if s not in ("single", "apex")},
-}
+STRATEGIES = tuple(strategies.SPECS)
 
 
 def cells_of(spec: AlgorithmSpec) -> dict[str, str]:
     """Strategy -> OK or the reason, which reads on after the algorithm's name."""
-    cells = dict.fromkeys(STRATEGIES, OK) | _KINDS[spec.learns_from]
-    if spec.pushes_gradients:
-        cells["gradient_server"] = OK
-    return cells | dict(spec.refuses)
+    return {name: strategy.cell(spec) for name, strategy in strategies.SPECS.items()}
 
 
 ALGORITHMS: dict[str, dict[str, str]] = {name: cells_of(spec) for name, spec in SPECS.items()}
 
-# strategy -> engine -> OK or the reason
-ON_ENGINES: dict[str, dict[str, str]] = {
-    s: dict.fromkeys(ENGINES, OK) if s in ("single", "gather", "allreduce") else PARTS["Channel"]
-    for s in STRATEGIES
-}
+
+def on_engine(strategy: str, engine: str) -> str:
+    """OK, or the reason why a strategy cannot run there."""
+    needed = (PARTS[part][engine] for part in strategies.SPECS[strategy].engine_parts)
+    return next((cell for cell in needed if cell != OK), OK)
+
 
 # how a script was started -> the engine it gets, and what tells us so
 LAUNCHERS: dict[str, tuple[str, str]] = {
@@ -85,5 +70,5 @@ def why_not(algorithm: str, strategy: str, engine: str) -> str:
     cell = cells_of(spec)[strategy]
     if cell != OK:
         return f"{spec.name} with {strategy}: {spec.name} {cell}"
-    there = ON_ENGINES[strategy][engine]
+    there = on_engine(strategy, engine)
     return "" if there == OK else f"{strategy} on {engine}: {there}"

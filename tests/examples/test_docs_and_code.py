@@ -17,7 +17,7 @@ import reference_parts
 import manyhands
 from manyhands import support
 from manyhands.algorithms.registry import SPECS
-from manyhands.cli.train import HELP
+from manyhands.cli.train import teach
 from manyhands.config import RunConfig, default_strategy, help_of, hints_of, usual
 from manyhands.experiment.bottleneck import PHASES
 from manyhands.parallel import Parallel
@@ -107,7 +107,7 @@ def test_help_of_the_run_says_what_the_algorithms_have() -> None:
 
 
 def test_help_of_train_names_the_strategies_and_whose_default_they_are() -> None:
-    rows = dict(re.findall(r"(?m)^  (\w+) +(.+)$", HELP.partition("strategies,")[2]))
+    rows = dict(re.findall(r"(?m)^  (\w+) +(.+)$", teach().partition("strategies,")[2]))
     for strategy in support.STRATEGIES:
         whose = [a for a in support.built() if default_strategy(a, 2) == strategy]
         told = re.search(r"\(default of ([^)]+)\)", rows[strategy])

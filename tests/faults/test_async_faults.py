@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from conftest import set_in
 from resume_programs import start, summary, until
 
 import manyhands as mh
@@ -143,13 +145,10 @@ def test_a_slow_actor_costs_no_more_than_its_share(strategy: str, tmp_path: Path
 def ranks_of(group: int) -> dict[int, int]:
     """Process ids of the workers that belong to a process group, by rank."""
     found = {}
-    for entry in os.listdir("/proc"):
+    for pid in psutil.pids():
         with contextlib.suppress(OSError):
-            if entry.isdigit() and os.getpgid(int(entry)) == group:
-                words = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
-                for word in words:
-                    if word.startswith(b"MANYHANDS_RANK="):
-                        found[int(word.partition(b"=")[2])] = int(entry)
+            if os.getpgid(pid) == group and (rank := set_in(pid, "MANYHANDS_RANK")):
+                found[int(rank)] = pid
     return found
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ours
+from conftest import worker_process
 from resume_programs import (
     TINY,
     at_update,
@@ -107,7 +107,7 @@ def test_summary_names_who_was_killed(rank: int, tmp_path: Path) -> None:
         "--quiet", "--no-tensorboard", "--checkpoint-seconds", "0.1", "--run-dir", str(folder),
     )  # fmt: skip
     until(lambda: _last_step(folder) > 0, process)
-    os.kill(_worker(rank), signal.SIGKILL)
+    os.kill(worker_process(rank), signal.SIGKILL)
     _, said = process.communicate(timeout=150)
     assert process.returncode not in (0, None)
     ended = summary(folder)["exit"]
@@ -119,14 +119,6 @@ def test_summary_names_who_was_killed(rank: int, tmp_path: Path) -> None:
     result = resume(folder, steps=steps + 64, engine="inline")  # another engine will do
     assert result.summary["exit"] == "finished"
     assert result.summary["env_steps"] >= steps + 64
-
-
-def _worker(rank: int) -> int:
-    for pid in ours():
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if f"MANYHANDS_RANK={rank}".encode() in words:
-            return pid
-    raise AssertionError(f"no process of worker {rank}")
 
 
 # -- disks -----------------------------------------------------------------------------------------
@@ -258,7 +250,7 @@ def test_another_network(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train("a2c", **TINY, steps=64, run_dir=str(folder))
     config = folder / "config.toml"
-    config.write_text(config.read_text().replace("hidden = [16]", "hidden = [32]"))
+    config.write_text(config.read_text().replace("hidden = [\n    16", "hidden = [\n    32"))
     with pytest.raises(WorkerError) as error:
         resume(folder, steps=640)
     named = r"algorithm/shapes/\S+ is \[.*16.*\], and \[.*32.*\] is expected"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ours
+from conftest import worker_process
 from safetensors.numpy import load_file
 
 from manyhands import run as running
@@ -125,7 +125,7 @@ def test_worker_killed_in_mid_training(rank: int, tmp_path: Path) -> None:
         assert training.process.poll() is None, training.end()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    os.kill(_worker(rank), signal.SIGKILL)
+    os.kill(worker_process(rank), signal.SIGKILL)
     start = time.monotonic()
     code, text = training.end()
     assert time.monotonic() - start < LIMIT, text
@@ -139,15 +139,6 @@ def test_worker_killed_in_mid_training(rank: int, tmp_path: Path) -> None:
 def _lines(training: Training) -> int:
     path = training.folder / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def _worker(rank: int) -> int:
-    """The process of that worker."""
-    for pid in ours():
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if f"MANYHANDS_RANK={rank}".encode() in words:
-            return pid
-    raise AssertionError(f"no process of worker {rank}")
 
 
 WRONG = [

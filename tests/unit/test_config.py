@@ -6,7 +6,6 @@ import dataclasses
 import subprocess
 import sys
 import time
-import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from manyhands.config import (
     save_toml,
     to_plain,
 )
-from manyhands.config.toml_text import to_toml
 from manyhands.errors import ConfigError, SupportError
 
 
@@ -103,12 +101,6 @@ def test_round_trips(run: dict[str, Any], options: dict[str, Any], tmp_path_fact
         assert build("ppo", **run, **options) == experiment
         save_toml(path, experiment)
         assert load_toml(path) == experiment
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.dictionaries(plain_text, plain_values, max_size=4))
-def test_toml_text_is_read_back(data: dict[str, Any]) -> None:
-    assert tomllib.loads(to_toml({"table": data}))["table"] == data
 
 
 def test_what_is_left_open_depends_on_the_algorithm() -> None:

@@ -1,4 +1,5 @@
-"""The inside keeps its order: who asks for rank 0, and that nothing is there for tests alone.
+"""The inside keeps its order: who asks for rank 0, who knows strategies by name, and that nothing
+is there for tests alone.
 
 Which folder may import which is in `pyproject.toml`, and checked by `make lint`.
 """
@@ -13,6 +14,8 @@ from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
+from manyhands.strategies.registry import SPECS as STRATEGIES
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "manyhands"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -21,6 +24,10 @@ ORDERS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 # Files outside engines/ that still ask for rank 0 themselves, and what is to become of that.
 RANK_0: dict[str, str] = {}
+
+# Folders that may tell strategies apart by name: their own, and benchmarks, which name what they
+# measure.
+BY_STRATEGY = {"strategies", "bench"}
 
 # Looked up by name, in modules that are imported by name: who does.
 BY_NAME = {
@@ -96,6 +103,50 @@ def test_a_branch_on_rank_0_is_seen_in_every_form() -> None:
         assert branches(ast.parse(text)), text
     for text in ("if rank == size: f()", "x = ranks[0] == 0", "f(rank, 0)", "x = -rank"):
         assert not branches(ast.parse(text)), text
+
+
+# -- names of strategies ---------------------------------------------------------------------------
+
+
+def strategies_told_apart(tree: ast.AST) -> list[int]:
+    """Lines that compare a strategy's name, match it, or look something up by it."""
+    found = []
+    for node in ast.walk(tree):
+        parts: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            parts = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            parts = [node.value]
+        elif isinstance(node, ast.Subscript):
+            parts = [node.slice]
+        inside = [e for part in parts for e in getattr(part, "elts", [part])]
+        if any(isinstance(e, ast.Constant) and e.value in STRATEGIES for e in inside):
+            found.append(node.lineno)
+    return found
+
+
+def test_only_their_rows_know_strategies_by_name() -> None:
+    """Elsewhere a property of the row is asked for: a new strategy is one row and one program."""
+    found = {
+        str(path.relative_to(SOURCE)): lines
+        for path in FILES
+        if not BY_STRATEGY.intersection(path.relative_to(SOURCE).parts)
+        and (lines := strategies_told_apart(tree_of(path)))
+    }
+    assert not found, f"ask the strategy's row (strategies/registry.py), not for its name: {found}"
+
+
+def test_a_strategy_told_apart_is_seen_in_every_form() -> None:
+    for text in (
+        'if run.strategy == "apex": f()',
+        'x = strategy not in ("single", "gather")',
+        'if "allreduce" != name: f()',
+        'x = {"a": 1}["actor_learner"]',
+        'match strategy:\n    case "gradient_server": f()',
+    ):
+        assert strategies_told_apart(ast.parse(text)), text
+    for text in ('par.gather("gather")', 'x = {"gather": 1}', 'if name == "worker": f()'):
+        assert not strategies_told_apart(ast.parse(text)), text
 
 
 # -- used by tests alone ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from conftest import PART_ENGINES_RAY_LATER
 
 from manyhands import launch, roles
 from manyhands.cli import launch as cli
-from manyhands.config import build
+from manyhands.config import RunConfig, build
 from manyhands.errors import ConfigError
 
 
@@ -46,11 +46,15 @@ def test_roles_and_workers_must_agree(tmp_path: object) -> None:
 
 
 def test_parts_of_a_training_run() -> None:
-    assert roles.of_run("allreduce", 4).counts == {"worker": 4}
-    assert roles.of_run("actor_learner", 5, learners=2).counts == {"learner": 2, "actor": 3}
-    server = roles.of_run("gradient_server", 6, reducers=2)
-    assert server.counts == {"server": 1, "reducer": 2, "worker": 3}
-    assert (server.actors, server.ranks("worker")) == (3, [3, 4, 5])
+    def run_of(algorithm: str, strategy: str, **options: int) -> RunConfig:
+        return build(algorithm, env="CartPole-v1", strategy=strategy, **options).run
+
+    assert run_of("ppo", "allreduce", workers=4).roles.counts == {"worker": 4}
+    impala = run_of("impala", "actor_learner", workers=5, learners=2)
+    assert impala.roles.counts == {"learner": 2, "actor": 3}
+    server = run_of("a2c", "gradient_server", workers=6, reducers=2)
+    assert server.roles.counts == {"server": 1, "reducer": 2, "worker": 3}
+    assert (server.actors, server.roles.ranks("worker")) == (3, [3, 4, 5])
     run = build("impala", env="CartPole-v1", workers=5, learners=1, num_envs=8).run
     assert (run.strategy, run.actors, run.envs_per_worker, run.batch) == (
         "actor_learner", 4, 2, 4 * 2 * run.rollout_length,

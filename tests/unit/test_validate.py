@@ -64,7 +64,7 @@ def test_the_defaults_are_right(algorithm: str, workers: int, engine: str) -> No
     spread: dict[str, Any] = {} if workers == 1 else {"num_envs": 12}  # for four, or three actors
     spread |= {"env": "Pendulum-v1"} if algorithm == "ddpg" else {}
     strategy = build(algorithm, env="CartPole-v1", workers=workers).strategy
-    if support.ON_ENGINES[strategy][engine] == support.OK:
+    if support.on_engine(strategy, engine) == support.OK:
         assert faults(algorithm, workers=workers, engine=engine, **spread) == []
     assert os.listdir() == []  # nothing is left behind
 

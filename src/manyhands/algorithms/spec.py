@@ -4,10 +4,10 @@ One row an algorithm: the command line, its help, the checks, the table of what 
 docs and the workers all read it. An algorithm of your own is the same row in a module of your own,
 and `manyhands train package.module:NAME` takes it (examples/own_algorithm.py).
 
-    learns_from    what it is given                                 strategies that its kind allows
-    rollout        T steps of each environment, the newest policy's  single, gather, allreduce
-    unroll         the same, from a policy some updates old          single, actor_learner
-    replay         transitions of any age, drawn from a replay       single, apex
+    learns_from    what it is given; the strategies' own rows say which of them take it
+    rollout        T steps of each environment, of the newest policy
+    unroll         the same, from a policy some updates old
+    replay         transitions of any age, drawn from a replay
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from manyhands.errors import ConfigError
 # (experiment, observation space, action space) -> torch.nn.Module
 BuildModel = Callable[[Any, Any, Any], Any]
 
-_STRATEGY = {"rollout": "allreduce", "unroll": "actor_learner", "replay": "apex"}
 _MODEL = {
     "rollout": "manyhands.networks.of_run:actor_critic",
     "unroll": "manyhands.networks.of_run:actor_critic",
@@ -54,11 +53,6 @@ class AlgorithmSpec:
     """Whether policy and value may not share a network."""
     refuses: Mapping[str, str] = field(default_factory=dict)
     """Strategy -> why not, where its kind alone does not say it; reads on after the name."""
-
-    @property
-    def default_strategy(self) -> str:
-        """With several workers."""
-        return _STRATEGY[self.learns_from]
 
     def load(self) -> Any:
         """The class; loads torch."""

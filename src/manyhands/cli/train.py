@@ -20,12 +20,14 @@ from manyhands.config import (
     default_strategy,
     help_of,
     hints_of,
+    in_words,
     load_toml,
     names_of,
     usual,
 )
 from manyhands.engines import joined
 from manyhands.errors import ConfigError
+from manyhands.strategies import registry as strategies
 
 HELP = """\
 usage: manyhands train ALGORITHM --env ID [options]
@@ -38,13 +40,8 @@ algorithms (`manyhands train ALGORITHM --help` shows all options of one):
 {algorithms}
   one of your own is given as package.module:SPEC (examples/own_algorithm.py)
 
-strategies, by --strategy (with one worker: single):
-  allreduce        all workers collect and learn, gradients are summed (default of a2c, ppo, trpo)
-  gather           every worker collects, the main worker learns
-  gradient_server  workers push gradients to a server when they are ready; a2c is A3C then
-  actor_learner    actors send unrolls to one learner or several (default of impala)
-  apex             actors fill a replay that learners draw from (default of dqn and ddpg)
-  single           one worker
+strategies, by --strategy (with one worker: {alone}):
+{strategies}
 
 engines, by --engine: {engines}; `manyhands support` says what goes with what
 
@@ -62,7 +59,7 @@ _GROUP_HELP = {
     "run": "What to train, for how long, and where the results go.",
     "worker": "Who works, and how they talk.",
     "batch": "What one update learns from: num_envs × rollout_length steps.",
-    "asynchronous": "For gradient_server, actor_learner, apex: nobody waits for the slowest.",
+    "asynchronous": "For {asynchronous}: nobody waits for the slowest.",
     "environment": "How environments are made and seen.",
     "network": "Policy and value function.",
 }
@@ -70,7 +67,7 @@ _GROUP_HELP = {
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(_teach())
+        print(teach())
         raise SystemExit(0 if argv else 2)
     with joined.main_speaks():
         experiment = parse(argv)
@@ -115,18 +112,19 @@ def parse(argv: list[str]) -> Experiment:
         values["workers"] = joined.defaults(values["engine"]).get("workers")
     if values["workers"] is None:
         strategy = values["strategy"] or default_strategy(algorithm, os.cpu_count() or 1)
-        # Those that only learn or serve come on top.
-        more = {"actor_learner": values["learners"], "gradient_server": 1 + values["reducers"],
-                "apex": values["learners"]}  # fmt: skip
-        acting = default_workers(strategy, values["num_envs"])
-        values["workers"] = acting + more.get(strategy, int(values["overlap"]))
+        run = build(algorithm, **values | {"workers": 1, "strategy": strategy}).run
+        values["workers"] = default_workers(run)
     return build(algorithm, **values)
 
 
-def default_workers(strategy: str, num_envs: int) -> int:
+def default_workers(run: RunConfig) -> int:
+    """Those that act, and those that only learn or serve on top."""
+    strategy = strategies.spec_of(run.strategy)
+    return 1 if strategy.one_worker else acting_workers(run.num_envs) + strategy.not_acting(run)
+
+
+def acting_workers(num_envs: int) -> int:
     """One for each core, or the nearest smaller number that the environments go into."""
-    if strategy == "single":
-        return 1
     cores = os.cpu_count() or 1
     return next((n for n in range(cores, 0, -1) if num_envs >= n and num_envs % n == 0), 1)
 
@@ -153,9 +151,25 @@ def _split(argv: list[str]) -> tuple[str, str, list[str]]:
     return algorithm, file, left
 
 
-def _teach() -> str:
+def teach() -> str:
+    """What `manyhands train --help` says."""
     rows = "\n".join(f"  {spec.name:<10} {spec.about}" for spec in SPECS.values())
-    return HELP.format(algorithms=rows, engines=", ".join(support.ENGINES))
+    wide = max(map(len, strategies.SPECS))
+    return HELP.format(
+        algorithms=rows,
+        alone=strategies.default_of("rollout", workers=1),
+        strategies="\n".join(
+            f"  {spec.name:<{wide}}  {spec.about}{_default_of(spec.name)}"
+            for spec in strategies.SPECS.values()
+        ),
+        engines=", ".join(support.ENGINES),
+    )
+
+
+def _default_of(strategy: str) -> str:
+    """Whose default a strategy is with several workers, in brackets."""
+    whose = [name for name in SPECS if default_strategy(name, 2) == strategy]
+    return f" (default of {in_words(whose)})" if whose else ""
 
 
 # -- from the dataclasses to tyro's ----------------------------------------------------------------
@@ -165,8 +179,10 @@ def _options(spec: AlgorithmSpec, base: Experiment | None) -> type[Any]:
     """A dataclass of groups, each a dataclass of flags; defaults are the base's where given."""
     name, own = spec.name, spec.options
     run = base.run if base else None
+    asynchronous = [s.name for s in strategies.SPECS.values() if not s.synchronous]
+    about = {k: v.format(asynchronous=", ".join(asynchronous)) for k, v in _GROUP_HELP.items()}
     groups = [
-        (name, _group(name, RunConfig, fields, run, _GROUP_HELP[name], own))
+        (name, _group(name, RunConfig, fields, run, about[name], own))
         for name, fields in GROUPS.items()
     ]
     what = f"What {name} itself is set by."

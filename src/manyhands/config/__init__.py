@@ -21,12 +21,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
-from manyhands import roles, support
+import tomli_w
+
+from manyhands import support
 from manyhands.algorithms.registry import SPECS, spec_of
 from manyhands.algorithms.spec import AlgorithmSpec
-from manyhands.config.toml_text import to_toml
 from manyhands.config.values import coerce
 from manyhands.errors import ConfigError
+from manyhands.roles import Roles
+from manyhands.strategies import registry as strategies
+from manyhands.strategies.spec import StrategySpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,26 +62,26 @@ class RunConfig:
     batch_steps: int = 0
     """With collect=episodes: whole episodes until there are so many steps in all."""
     overlap: bool = False
-    """With strategy=gather: the main worker only learns, while the others collect the next batch
+    """With strategy={its}: the main worker only learns, while the others collect the next batch
     with weights that are exactly one update old."""
     learners: int = 1
-    """With strategy=actor_learner or apex: how many of the workers learn; the others act."""
+    """With strategy={its}: how many of the workers learn; the others act."""
     unrolls: int = 0
-    """With strategy=actor_learner: unrolls of one update, of all learners together; with
+    """With strategy={its}: unrolls of one update, of all learners together; with
     collect=episodes each is a whole episode (0: one for each actor)."""
     pushes: int = 1
-    """With strategy=gradient_server: gradients that one step of the optimiser takes."""
+    """With strategy={its}: gradients that one step of the optimiser takes."""
     reduce: Literal["mean", "sum"] = "mean"
-    """With strategy=gradient_server: what becomes of them."""
+    """With strategy={its}: what becomes of them."""
     reducers: int = 0
-    """With strategy=gradient_server: workers that add gradients up on their way to the server; of
+    """With strategy={its}: workers that add gradients up on their way to the server; of
     use with very many workers."""
     max_lag: int = 20
-    """With gradient_server and actor_learner: what was made by a policy more than so many updates
-    old is refused, and counted."""
+    """With strategy={its}: what was made by a policy more than so many updates old is
+    refused, and counted."""
     queue: int = 2
-    """With gradient_server and actor_learner: unrolls or gradients that each worker may have
-    waiting before it must wait itself."""
+    """With strategy={its}: unrolls or gradients that each worker may have waiting before it
+    must wait itself."""
     env_backend: str = "auto"
     """What steps the environments: auto, gymnasium, vector, envpool or atari."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -118,11 +122,14 @@ class RunConfig:
     """With engine=ray: join this cluster, not start one; by default that of RAY_ADDRESS, if set."""
 
     @property
+    def roles(self) -> Roles:
+        """Who plays which part."""
+        return strategies.spec_of(self.strategy).roles(self)
+
+    @property
     def actors(self) -> int:
         """Workers that step environments: all, but for those that only learn or serve."""
-        if self.overlap:
-            return self.workers - 1
-        return roles.of_run(self.strategy, self.workers, self.learners, self.reducers).actors
+        return max(0, self.workers - strategies.spec_of(self.strategy).not_acting(self))
 
     @property
     def envs_per_worker(self) -> int:
@@ -138,12 +145,7 @@ class RunConfig:
         """Steps of one update, of all workers together (at least so many, for whole episodes)."""
         if self.collect == "episodes":
             return self.batch_steps
-        each = self.envs_per_worker * self.rollout_length
-        if self.strategy == "gradient_server":
-            return self.pushes * each
-        if self.strategy == "actor_learner":
-            return self.unrolls_per_update * each
-        return self.num_envs * self.rollout_length
+        return strategies.spec_of(self.strategy).batch(self)
 
 
 # In which part of the help a field stands
@@ -178,9 +180,14 @@ class Experiment:
         """The strategy by name, also where the user left it to us."""
         return self.run.strategy or default_strategy(self.algorithm, self.run.workers)
 
+    @property
+    def strategy_spec(self) -> StrategySpec:
+        """What the strategy is."""
+        return strategies.spec_of(self.strategy)
+
 
 def default_strategy(algorithm: str, workers: int) -> str:
-    return "single" if workers == 1 else spec_of(algorithm).default_strategy
+    return strategies.default_of(spec_of(algorithm).learns_from, workers)
 
 
 def build(algorithm: str, **overrides: Any) -> Experiment:
@@ -238,8 +245,9 @@ def from_plain(data: Mapping[str, Any]) -> Experiment:
 
 def save_toml(path: str | os.PathLike[str], experiment: Experiment) -> None:
     """Write the experiment so that `load_toml` gives it back; None is left out."""
-    with open(path, "w", encoding="utf-8", newline="\n") as file:
-        file.write(to_toml(to_plain(experiment)))
+    plain = {name: _given(part) for name, part in to_plain(experiment).items()}
+    with open(path, "wb") as file:
+        tomli_w.dump(plain, file)
 
 
 def load_toml(path: str | os.PathLike[str]) -> Experiment:
@@ -307,7 +315,9 @@ def help_of(cls: type[Any]) -> dict[str, str]:
                     found[name] = " ".join(text.split())
     if cls is RunConfig:
         for name, text in found.items():
-            found[name] = text.format(**_told_by_the_code()) if "{" in text else text
+            if "{" in text:
+                its = in_words(strategies.with_option(name) or [""], "or")
+                found[name] = text.format(its=its, **_told_by_the_code())
     return found
 
 
@@ -323,10 +333,10 @@ def _told_by_the_code() -> dict[str, str]:
     defaults: dict[str, list[str]] = {}
     for name, spec in SPECS.items():
         lengths.setdefault(spec.options.ROLLOUT_LENGTH, []).append(name)
-        defaults.setdefault(spec.default_strategy, []).append(name)
+        defaults.setdefault(default_strategy(name, 2), []).append(name)
     scaled = [name for name, spec in SPECS.items() if usual(spec.options, "normalize_rewards")]
     return {
-        "strategies": in_words(support.STRATEGIES, "or"),
+        "strategies": in_words(list(strategies.SPECS), "or"),
         "engines": in_words(support.ENGINES, "or"),
         "defaults": ", ".join(f"{s} for {in_words(names)}" for s, names in defaults.items()),
         "lengths": ", ".join(f"{in_words(names)} {n}" for n, names in lengths.items()),
@@ -342,6 +352,12 @@ def usual(options: type[Any], name: str) -> bool:
 def _plain_fields(config: Any) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in names_of(type(config))}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def _given(part: Any) -> Any:
+    """TOML has no None."""
+    given = isinstance(part, Mapping)
+    return {k: v for k, v in part.items() if v is not None} if given else part
 
 
 def _assemble(

@@ -18,23 +18,27 @@ from typing import Any, get_args
 
 from manyhands import devices, support
 from manyhands.algorithms.registry import spec_of
+from manyhands.algorithms.spec import AlgorithmSpec
 from manyhands.config import (
     Experiment,
     RunConfig,
     hints_of,
     holds_a_run,
+    in_words,
     join_faults,
     nearest,
-    validate_replay,
-    validate_roles,
 )
 from manyhands.engines import joined
 from manyhands.errors import ConfigError, ManyhandsError, needs
 from manyhands.math.optimiser import make_schedule
+from manyhands.strategies import registry as strategies
 
 _AT_LEAST_ONE = ("workers", "steps", "num_envs", "rollout_length", "log_every")
 _MAY_BE_NEGATIVE = ("target_return",)
 _PACKAGES = {"mpi": "mpi4py", "ray": "ray"}
+# Options that divide the workers, or the batch, and are refused with a strategy that has no use for
+# them. WHY not all: an earlier version let the others pass, and its runs can be resumed.
+_DIVIDING = ("overlap", "learners", "pushes", "reducers")
 
 
 def check(experiment: Experiment) -> None:
@@ -53,13 +57,13 @@ def faults(experiment: Experiment) -> list[str]:
     parts = (
         _launcher_faults,
         _names_faults,
-        validate_roles.faults,
-        validate_replay.faults,
+        _strategy_faults,
+        _replay_faults,
         _number_faults,
         _batch_faults,
         _package_faults,
         _environment_faults,
-        _network_faults,
+        _fit_faults,
         _run_dir_faults,
     )
     return [fault for part in parts for fault in part(experiment)]
@@ -76,7 +80,7 @@ def _names_faults(experiment: Experiment) -> Iterator[str]:
     spec, strategy = experiment.spec, experiment.strategy
     run, unknown = experiment.run, set()
     for what, name, names in (
-        ("strategy", strategy, list(support.STRATEGIES)),
+        ("strategy", strategy, list(strategies.SPECS)),
         ("engine", run.engine, list(support.ENGINES)),
     ):
         if name not in names:
@@ -93,18 +97,85 @@ def _names_faults(experiment: Experiment) -> Iterator[str]:
         if reason:
             fitting = support.strategies_of(experiment.algorithm)
             yield f"{reason}; type: --strategy {' or '.join(fitting)}"
-    if strategy == "single" and run.workers > 1:
-        yield (
-            f"strategy single has one worker and {run.workers} were asked for; type: --workers 1, "
-            "or --strategy allreduce"
-        )
-    if run.overlap and (strategy != "gather" or run.workers < 2):
-        yield (
-            f"overlap needs one worker that learns and others that act, with strategy gather; it "
-            f"has {run.workers} and {strategy}; type: --strategy gather --workers 2, or more"
-        )
     if run.address and run.engine != "ray":
         yield f"address={run.address!r} is Ray's, and the engine is {run.engine}; add --engine ray"
+
+
+# -- who acts, who learns --------------------------------------------------------------------------
+
+
+def _strategy_faults(experiment: Experiment) -> Iterator[str]:
+    run, strategy = experiment.run, experiment.strategy
+    if support.cells_of(experiment.spec).get(strategy) != support.OK:
+        return  # refused already: the parts in it do not matter
+    for f in dataclasses.fields(run):
+        value, whose = getattr(run, f.name), strategies.with_option(f.name)
+        if f.name in _DIVIDING and value != f.default and strategy not in whose:
+            many = "strategies" if len(whose) > 1 else "strategy"
+            yield (
+                f"{f.name}={value} is for {many} {in_words(whose)}, and this is {strategy}; type: "
+                f"--strategy {in_words(whose, 'or')}"
+            )
+    yield from experiment.strategy_spec.faults(experiment)
+
+
+# -- replays ---------------------------------------------------------------------------------------
+
+
+def _replay_faults(experiment: Experiment) -> Iterator[str]:
+    share = getattr(experiment.options, "replay_share", 0.0)
+    if not 0 <= share < 1:
+        yield f"replay_share={share:g} must lie from 0 to less than 1: every update has new data"
+    if experiment.spec.learns_from == "replay":
+        if experiment.run.collect != "steps":
+            yield f"{experiment.spec.name} learns from single transitions; type: --collect steps"
+        yield from _replay_size_faults(experiment)
+        yield from _replay_range_faults(experiment.options)
+
+
+def _replay_size_faults(experiment: Experiment) -> Iterator[str]:
+    o, run = experiment.options, experiment.run
+    for name in ("batch_size", "replay_size", "n_step"):
+        if getattr(o, name) < 1:
+            yield f"{name}={getattr(o, name)}: at least 1 is needed"
+    if o.replay_size < o.batch_size:
+        yield (
+            f"a replay of {o.replay_size:,} transitions is smaller than a batch of "
+            f"{o.batch_size:,}; type: --replay-size {max(10_000, 10 * o.batch_size)}, or "
+            f"--batch-size {max(1, o.replay_size)}"
+        )
+    elif o.replay_size < o.learning_starts:
+        yield (
+            f"learning starts with {o.learning_starts:,} transitions, which a replay of "
+            f"{o.replay_size:,} never holds; type: --learning-starts {o.replay_size}"
+        )
+    if o.learning_starts >= run.steps:
+        yield (
+            f"learning starts with {o.learning_starts:,} transitions, and the run has "
+            f"{run.steps:,} steps; type: --learning-starts {run.steps // 10}, or more --steps"
+        )
+
+
+def _replay_range_faults(o: Any) -> Iterator[str]:
+    if not o.updates_per_step > 0:
+        yield f"updates_per_step={o.updates_per_step:g}: nothing would be learned; type: 0.5"
+    if not 0 < o.target_tau <= 1:
+        yield f"target_tau={o.target_tau:g} must lie from above 0 to 1, such as 0.005"
+    for name in ("epsilon", "epsilon_final"):
+        if not 0 <= getattr(o, name, 0.0) <= 1:
+            yield f"{name}={getattr(o, name):g} is a probability: from 0 to 1"
+    if getattr(o, "noise_spread", 1.0) <= 0:
+        yield f"noise_spread={o.noise_spread:g} must be above 0; 1 gives all the same noise"
+    if o.pull_every < 1:
+        yield f"pull_every={o.pull_every}: at least 1 is needed"
+    if o.prefetch < 0:
+        yield f"prefetch={o.prefetch}: a number of batches, 0 or more"
+    try:
+        ends = [make_schedule(o.beta)(p) for p in (0.0, 1.0)]
+    except ConfigError:
+        return  # said with the other schedules
+    if not all(0 <= end <= 1 for end in ends):
+        yield f"beta={o.beta!r} must stay from 0 to 1, such as linear:0.4:1"
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -276,12 +347,13 @@ def _environment_faults(experiment: Experiment) -> Iterator[str]:
         yield f"{run.env} cannot be made{with_}: {type(error).__name__}: {error}"
 
 
-def _network_faults(experiment: Experiment) -> Iterator[str]:
-    """A network of the user's own is made and tried, which takes torch and an environment."""
-    run = experiment.run
-    if not run.network:
-        if run.network_kwargs:
-            yield "network_kwargs are for a network of your own; add --network package.module:build"
+def _fit_faults(experiment: Experiment) -> Iterator[str]:
+    """Whether algorithm and network fit the environment, which takes torch and an environment."""
+    run, spec = experiment.run, experiment.spec
+    if run.network_kwargs and not run.network:
+        yield "network_kwargs are for a network of your own; add --network package.module:build"
+    n_step = getattr(experiment.options, "n_step", 1)
+    if spec.actions == "any" and n_step <= 1 and not run.network:
         return
     from manyhands import envs
 
@@ -292,13 +364,48 @@ def _network_faults(experiment: Experiment) -> Iterator[str]:
     except Exception:  # said with the environment's faults
         return
     try:
+        yield from _action_faults(spec, look.action_space)
+        yield from _n_step_faults(run, n_step, _longest(look))
+        if run.network:
+            yield from _network_faults(experiment, look)
+    finally:
+        look.close()
+
+
+def _action_faults(spec: AlgorithmSpec, actions: Any) -> Iterator[str]:
+    from manyhands.networks import action_spaces
+
+    try:
+        action_spaces.check(spec.actions, actions)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _n_step_faults(run: RunConfig, n: int, longest: int | None) -> Iterator[str]:
+    if longest is not None and n > longest:
+        yield (
+            f"n_step={n} is longer than an episode of {run.env}, which ends after {longest} "
+            f"steps at the latest; type: --n-step {max(1, min(3, longest))}"
+        )
+
+
+def _longest(look: Any) -> int | None:
+    """The time limit of an episode, where the environment tells it."""
+    first = getattr(look, "envs", [None])[0] or getattr(look, "env", None)
+    spec = getattr(first, "spec", None)
+    of_envpool = getattr(getattr(spec, "config", None), "max_episode_steps", None)
+    longest = getattr(spec, "max_episode_steps", None) or of_envpool
+    return int(longest) if longest else None
+
+
+def _network_faults(experiment: Experiment, look: Any) -> Iterator[str]:
+    """A network of the user's own is made and tried."""
+    try:
         experiment.spec.build_model(experiment, look.observation_space, look.action_space)
     except ManyhandsError as error:
         yield str(error)
     except Exception as error:  # it is anybody's code and may raise anything
-        yield f"network {run.network} failed: {type(error).__name__}: {error}"
-    finally:
-        look.close()
+        yield f"network {experiment.run.network} failed: {type(error).__name__}: {error}"
 
 
 def _look_at(run: RunConfig) -> Iterator[str]:

@@ -159,8 +159,9 @@ class HowFar:
 
 def alive(pid: int) -> bool:
     """Whether a process of this host is; one that has ended and was not waited for is not."""
+    import psutil  # here: not every command that reads this file has processes to look at
+
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[-1].split()[0] not in ("Z", "X")
-    except (FileNotFoundError, ProcessLookupError):
-        return not os.path.exists("/proc/self")  # without /proc nothing can be said
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False

@@ -22,7 +22,10 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import psutil
+
 from manyhands import roles, terminal
+from manyhands.engines.liveness import alive
 from manyhands.engines.shared import DEAD, DONE, EMPTY, FAILED, RUNNING, Board
 from manyhands.errors import Stopped, WorkerError
 
@@ -334,22 +337,7 @@ def _pump(source: Any, sink: Any, rewrite: LineFilter | None) -> None:
 
 def descendants() -> list[int]:
     """Every process below this one that is not a zombie."""
-    if not sys.platform.startswith("linux"):
-        return []
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                with open(f"/proc/{entry}/stat") as file:
-                    state, parent = file.read().rpartition(")")[2].split()[:2]
-                if state != "Z":
-                    children.setdefault(int(parent), []).append(int(entry))
-    found, queue = [], [os.getpid()]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found += below
-        queue += below
-    return found
+    return [child.pid for child in psutil.Process().children(recursive=True) if alive(child.pid)]
 
 
 def adopt_orphans() -> None:
@@ -360,13 +348,10 @@ def adopt_orphans() -> None:
 
 def _reap_orphans(ours: set[int]) -> None:
     """Collect adopted processes that have ended; those that Popen started are left to Popen."""
-    with contextlib.suppress(OSError):
-        for entry in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{entry}/children") as file:
-                for pid in file.read().split():
-                    if int(pid) not in ours:
-                        with contextlib.suppress(ChildProcessError):
-                            os.waitpid(int(pid), os.WNOHANG)
+    for child in psutil.Process().children():
+        if child.pid not in ours:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child.pid, os.WNOHANG)
 
 
 def _die_with_us() -> None:

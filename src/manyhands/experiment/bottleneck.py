@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
-from manyhands import support
 from manyhands.config import Experiment
 from manyhands.engines.base import cores as usable_cores
+from manyhands.strategies import registry as strategies
+from manyhands.strategies.spec import OK
 
 Kind = Literal[
     "collecting", "learning", "meeting", "no data", "no room", "writing", "saving", "starting"
@@ -145,9 +146,10 @@ def _more_workers(workers: int, cores: int) -> str:
 def _faster_learning(experiment: Experiment, cores: int) -> list[str]:
     """Only what this algorithm and strategy have."""
     run, ways = experiment.run, []
-    if run.workers < cores and support.cells_of(experiment.spec)["allreduce"] == support.OK:
-        ways.append(f"{_more_workers(run.workers, cores)} with --strategy allreduce")
-    elif experiment.strategy in ("actor_learner", "apex"):
+    shared = [s for s in strategies.SPECS.values() if s.all_learn and s.cell(experiment.spec) == OK]
+    if run.workers < cores and shared:
+        ways.append(f"{_more_workers(run.workers, cores)} with --strategy {shared[0].name}")
+    elif "learners" in experiment.strategy_spec.options:
         ways.append("let more of the workers learn (a larger --learners)")
     if hasattr(experiment.options, "minibatch"):
         ways.append("take larger minibatches (--minibatch) or fewer epochs (--epochs)")

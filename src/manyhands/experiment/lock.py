@@ -3,6 +3,9 @@
 A file `.lock`, held by flock for as long as the process lives, says who: process, host, and which
 start of that machine. The kernel lets go when the process ends, however it ends; what the file says
 is for the message, and for file systems whose locks do not reach other machines.
+
+By hand, and not with filelock: before version 4 that empties the file of whoever holds it when
+another only asks, so that nobody could say who; and it gives up where a file system has no locks.
 """
 
 from __future__ import annotations

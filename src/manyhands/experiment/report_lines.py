@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands import roles
 from manyhands.config import Experiment
 from manyhands.experiment.bottleneck import bottleneck, shares
 
@@ -69,7 +68,7 @@ def number(value: float) -> str:
 def _workers(experiment: Experiment, threads: int | None) -> str:
     run = experiment.run
     each = "" if threads is None else f", {_many(threads, 'thread')} per process"
-    parts = roles.of_run(run.strategy, run.workers, run.learners, run.reducers).counts
+    parts = run.roles.counts
     who = ", ".join(_many(count, role) for role, count in parts.items())
     who = f" ({who})" if len(parts) > 1 else ""
     return f"{run.workers}{who}, {experiment.strategy} on the {run.engine} engine{each}"

@@ -1,29 +1,7 @@
-"""Who acts, who learns, what moves between them: one flat program each."""
+"""Who acts, who learns, what moves between them: one flat program each.
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
-from manyhands.strategies import (
-    actor_learner,
-    allreduce,
-    apex,
-    gather,
-    gradient_server,
-    single,
-)
-from manyhands.strategies.context import Context
-from manyhands.strategies.progress import RunProgress
-
-# On every worker, in its role.
-Program = Callable[[Context, RunProgress], None]
-PROGRAMS: dict[str, Program] = {
-    "single": single.run,
-    "gather": gather.run,
-    "allreduce": allreduce.run,
-    "gradient_server": gradient_server.run,
-    "actor_learner": actor_learner.run,
-    "apex": apex.run,
-}
-
-__all__ = ["PROGRAMS", "Context", "Program", "RunProgress"]
+spec.py, registry.py     what a strategy is, as data: one row each; loads no torch
+context.py, progress.py  what every program is given: one worker's place, and how far the run is
+messages.py              what travels between the workers of an asynchronous run
+experience.py            where experience comes from: collectors, and a worker's replay
+"""

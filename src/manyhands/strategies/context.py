@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from manyhands import devices, roles, seeding
+from manyhands import devices, seeding
 from manyhands.algorithms.base import Across, Algorithm, Alone
 from manyhands.config import Experiment
 from manyhands.engines.base import Worker, cores
@@ -41,12 +41,12 @@ class Context:
         run = experiment.run
         self.experiment, self.worker = experiment, worker
         self.rank, self.is_main = worker.place.rank, worker.place.is_main
-        self.roles = roles.of_run(experiment.strategy, run.workers, run.learners, run.reducers)
+        self.roles = run.roles
         self.part = self.roles.of(self.rank)
         self.phases = Phases()
         self.learns_from = experiment.spec.learns_from
-        alike = list(self.roles.counts) == ["worker"]
-        self.synchronous = alike and self.learns_from == "rollout"
+        together = experiment.strategy_spec.synchronous
+        self.synchronous = together and self.learns_from == "rollout"
         self.learns = self.synchronous or self.is_main or self.part.role == "learner"
         # With overlap the main worker only learns.
         self.acting = (self.roles.ranks("actor") or self.roles.ranks("worker"))[-run.actors :]

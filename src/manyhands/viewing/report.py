@@ -20,6 +20,7 @@ from manyhands.errors import ConfigError
 from manyhands.experiment.bottleneck import bottleneck, shares
 from manyhands.experiment.progress import duration
 from manyhands.experiment.report_lines import number
+from manyhands.strategies import registry as strategies
 from manyhands.viewing import curves
 from manyhands.viewing import report_page as html
 from manyhands.viewing.report_page import behaviour, picture
@@ -195,11 +196,9 @@ def times(runs: Sequence[Run]) -> str:
         wall = float(run.summary["wall_seconds"])
         found = bottleneck(run.phases, run.experiment, wall_seconds=wall)
         sentence = f"{found[0].upper()}{found[1:]}."
-    alone = (
-        " With gather only the main worker optimises; that is synchronisation to the others."
-        if any(r.summary["strategy"] == "gather" and r.summary["workers"] > 1 for r in runs)
-        else ""
-    )
+    several = [r.summary["strategy"] for r in runs if r.summary["workers"] > 1]
+    told = dict.fromkeys(strategies.spec_of(name).on_times for name in several)
+    alone = "".join(f" {text}" for text in told if text)
     names = {name for run in runs for name in run.phases} | {"everything else"}
     legend = [(_colour(name), name) for name in sorted(names, key=_place)]
     return html.section(

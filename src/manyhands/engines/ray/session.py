@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
+import psutil
+
 from manyhands.errors import ConfigError, needs
 
 _REACH_SECONDS = 9.0  # an address that does not answer: Ray itself would try for ten minutes
@@ -208,14 +210,7 @@ def _watch_over(folder: str) -> subprocess.Popen[bytes]:
         'read _; sleep 2; for p in "$@"; do grep -qa "ray::" /proc/$p/cmdline 2>/dev/null '
         '&& kill -9 $p; done; rm -rf "$0"'
     )
-    children: dict[int, list[int]] = {}
-    for stat in glob.glob("/proc/[0-9]*/stat"):
-        with contextlib.suppress(OSError), open(stat) as file:
-            parent = int(file.read().rsplit(")", 1)[-1].split()[1])
-            children.setdefault(parent, []).append(int(stat.split("/")[2]))
-    ours = list(children.get(os.getpid(), []))
-    for pid in ours:  # grows while it is walked: children of children too
-        ours.extend(children.get(pid, []))
+    ours = [child.pid for child in psutil.Process().children(recursive=True)]
     return subprocess.Popen(
         ["sh", "-c", script, folder, *map(str, ours)],
         stdin=subprocess.PIPE,
@@ -230,7 +225,7 @@ def _sweep() -> None:
     for base in {tempfile.gettempdir(), "/tmp"}:
         for folder in glob.glob(os.path.join(base, "mh-ray-*-*")):
             pid = os.path.basename(folder).split("-")[2]
-            if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            if pid.isdigit() and not psutil.pid_exists(int(pid)):
                 shutil.rmtree(folder, ignore_errors=True)
 
 

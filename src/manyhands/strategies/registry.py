@@ -1,0 +1,238 @@
+"""The strategies by name, as data: reading it loads no torch.
+
+To add one: a row here, and the program that it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from manyhands.roles import Roles
+from manyhands.strategies.spec import StrategySpec
+
+if TYPE_CHECKING:
+    from manyhands.config import Experiment, RunConfig
+
+_FRESH = "learns from fresh data only, and a replay holds old; use dqn or ddpg"
+_LAG = "does not correct for data older than its policy; use impala"
+_SEVERAL_STEPS = "takes several steps on one batch, which others' gradients would upset; use a2c"
+_REPLAY = "learns from a replay, which apex spreads over workers; use single or apex"
+_V_TRACE = "is made for actors that send to a learner; use actor_learner"
+
+
+# -- single, gather --------------------------------------------------------------------------------
+
+
+def _single_faults(experiment: Experiment) -> Iterator[str]:
+    if experiment.run.workers > 1:
+        yield (
+            f"strategy single has one worker and {experiment.run.workers} were asked for; type: "
+            f"--workers 1, or --strategy {default_of(experiment.spec.learns_from)}"
+        )
+
+
+def _main_only_learns(run: RunConfig) -> int:
+    return int(run.overlap)
+
+
+def _gather_faults(experiment: Experiment) -> Iterator[str]:
+    if experiment.run.overlap and experiment.run.workers < 2:
+        yield (
+            "overlap needs one worker that learns and others that act, and has "
+            f"{experiment.run.workers}; type: --workers 2, or more"
+        )
+
+
+# -- gradient_server -------------------------------------------------------------------------------
+
+
+def _server_roles(run: RunConfig) -> Roles:
+    acting = max(0, run.workers - 1 - run.reducers)
+    parts = {"server": 1, "reducer": run.reducers, "worker": acting}
+    return Roles({role: count for role, count in parts.items() if count or role == "worker"})
+
+
+def _server_and_reducers(run: RunConfig) -> int:
+    return 1 + run.reducers
+
+
+def _pushes_of_a_step(run: RunConfig) -> int:
+    return run.pushes * run.envs_per_worker * run.rollout_length
+
+
+def _server_faults(experiment: Experiment) -> Iterator[str]:
+    run = experiment.run
+    if run.workers < 2 + run.reducers:
+        yield (
+            f"gradient_server needs a server and others that act, and has {run.workers} workers"
+            + (f" of which {run.reducers} only add up" if run.reducers else "")
+            + f"; type: --workers {2 + run.reducers}, or more"
+        )
+    if run.pushes < 1:
+        yield f"pushes={run.pushes}: at least 1 is needed; type: --pushes 1"
+    elif run.reducers and run.pushes % run.reducers:
+        up = -(-run.pushes // run.reducers) * run.reducers
+        yield (
+            f"{run.pushes} pushes do not go evenly into {run.reducers} reducers; type: "
+            f"--pushes {up}"
+        )
+    elif run.reducers and run.reducers > run.actors > 0:
+        yield (
+            f"{run.reducers} reducers for {run.actors} workers that act; type: --reducers "
+            f"{run.actors}, or fewer"
+        )
+    if run.collect == "episodes":
+        yield "gradient_server collects a fixed number of steps; type: --collect steps"
+    yield from _queue_faults(run)
+
+
+def _queue_faults(run: RunConfig) -> Iterator[str]:
+    if run.queue < 1:
+        yield f"queue={run.queue}: a worker must be able to have one waiting; type: --queue 1"
+
+
+# -- actors and learners ---------------------------------------------------------------------------
+
+
+def _actors_and_learners(run: RunConfig) -> Roles:
+    return Roles({"learner": run.learners, "actor": max(0, run.workers - run.learners)})
+
+
+def _learners(run: RunConfig) -> int:
+    return run.learners
+
+
+def _unrolls_of_an_update(run: RunConfig) -> int:
+    return run.unrolls_per_update * run.envs_per_worker * run.rollout_length
+
+
+def _learner_faults(run: RunConfig) -> Iterator[str]:
+    if run.learners < 1:
+        yield f"learners={run.learners}: at least 1 is needed; type: --learners 1"
+    elif run.workers <= run.learners:
+        yield (
+            f"{run.workers} workers of which {run.learners} learn leave nobody to act; type: "
+            f"--workers {run.learners + 1}, or more"
+        )
+
+
+def _actor_learner_faults(experiment: Experiment) -> Iterator[str]:
+    run = experiment.run
+    yield from (found := list(_learner_faults(run)))
+    if not found and run.unrolls_per_update % run.learners:
+        up = -(-run.unrolls_per_update // run.learners) * run.learners
+        yield (
+            f"{run.unrolls_per_update} unrolls an update do not go evenly into {run.learners} "
+            f"learners; type: --unrolls {up}"
+        )
+    yield from _queue_faults(run)
+
+
+def _apex_faults(experiment: Experiment) -> Iterator[str]:
+    run, o = experiment.run, experiment.options
+    yield from _learner_faults(run)
+    if run.learners > o.batch_size:
+        yield (
+            f"{run.learners} learners share batches of {o.batch_size}; type: "
+            f"--batch-size {run.learners}, or more"
+        )
+    if run.actors > 0 and o.replay_size // run.actors < 1:
+        yield (
+            f"a replay of {o.replay_size:,} does not go into {run.actors} shards; type: "
+            f"--replay-size {10_000 * run.actors}"
+        )
+
+
+_ALL = (
+    StrategySpec(
+        name="single",
+        about="one worker does everything in turn",
+        program="manyhands.strategies.single:run",
+        one_worker=True,
+        faults=_single_faults,
+    ),
+    StrategySpec(
+        name="gather",
+        about="every worker collects, the main worker learns",
+        program="manyhands.strategies.gather:run",
+        refuses={"unroll": _V_TRACE, "replay": _REPLAY},
+        options=("overlap",),
+        not_acting=_main_only_learns,
+        faults=_gather_faults,
+        on_times="With gather only the main worker optimises; that is synchronisation to the "
+        "others.",
+    ),
+    StrategySpec(
+        name="allreduce",
+        about="all workers collect and learn, gradients are summed",
+        program="manyhands.strategies.allreduce:run",
+        default_for=("rollout",),
+        refuses={"unroll": _V_TRACE, "replay": _REPLAY},
+        all_learn=True,
+    ),
+    StrategySpec(
+        name="gradient_server",
+        about="workers push gradients to a server when they are ready; a2c is A3C then",
+        program="manyhands.strategies.gradient_server:run",
+        synchronous=False,
+        refuses={"rollout": _SEVERAL_STEPS, "unroll": _V_TRACE, "replay": _REPLAY},
+        unless="pushes_gradients",
+        engine_parts=("Channel", "WeightStore"),
+        options=("pushes", "reduce", "reducers", "max_lag", "queue"),
+        roles=_server_roles,
+        not_acting=_server_and_reducers,
+        restarts="worker",
+        batch=_pushes_of_a_step,
+        faults=_server_faults,
+    ),
+    StrategySpec(
+        name="apex",
+        about="actors fill a replay that learners draw from",
+        program="manyhands.strategies.apex:run",
+        synchronous=False,
+        default_for=("replay",),
+        refuses={"rollout": _FRESH, "unroll": _V_TRACE},
+        engine_parts=("Service", "WeightStore"),
+        options=("learners",),
+        roles=_actors_and_learners,
+        not_acting=_learners,
+        restarts="actor",
+        faults=_apex_faults,
+    ),
+    StrategySpec(
+        name="actor_learner",
+        about="actors send unrolls to one learner or several",
+        program="manyhands.strategies.actor_learner:run",
+        synchronous=False,
+        default_for=("unroll",),
+        refuses={"rollout": _LAG, "replay": _REPLAY},
+        engine_parts=("Channel", "WeightStore"),
+        options=("learners", "unrolls", "max_lag", "queue"),
+        roles=_actors_and_learners,
+        not_acting=_learners,
+        restarts="actor",
+        batch=_unrolls_of_an_update,
+        faults=_actor_learner_faults,
+    ),
+)
+SPECS: dict[str, StrategySpec] = {spec.name: spec for spec in _ALL}
+
+# What stands in until the checks have refused a name that nobody knows: all workers alike.
+_UNKNOWN = StrategySpec(name="", about="", program="")
+
+
+def spec_of(strategy: str) -> StrategySpec:
+    """The strategy of that name. One that is not known, or left to us, has all workers alike."""
+    return SPECS.get(strategy, _UNKNOWN)
+
+
+def default_of(kind: str, workers: int = 2) -> str:
+    """The strategy of algorithms of a kind, where the user does not name one."""
+    fits = (s for s in SPECS.values() if (s.one_worker if workers == 1 else kind in s.default_for))
+    return next(fits).name
+
+
+def with_option(name: str) -> list[str]:
+    """The strategies that a field of RunConfig is for; none where it is for all."""
+    return [spec.name for spec in SPECS.values() if name in spec.options]
