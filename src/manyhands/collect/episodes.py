@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from manyhands import trees
-from manyhands.collect.rollout import Rollout
-from manyhands.envs.adapter import Episode, Final, VecAdapter
+from manyhands.collect.rollout import Rollout, Stepper
+from manyhands.envs.adapter import Episode, Final, Step, VecAdapter
 from manyhands.errors import WorkerError
 from manyhands.math.running_stats import Normaliser
 from manyhands.streams import EnvNoise
@@ -124,7 +124,7 @@ class Queue:
         self.rows = sum(ended.length for ended in self._waiting)
 
 
-class EpisodeCollector:
+class EpisodeCollector(Stepper):
     """Steps the environments of one worker until enough episodes have ended on all of them.
 
     Args:
@@ -149,7 +149,7 @@ class EpisodeCollector:
     ) -> None:
         self.envs, self.actor = envs, actor
         self.noise, self.normaliser = noise, normaliser
-        self.version = -1  # counts calls of `collect`: between two of them the policy changes once
+        self.version = -1  # counts batches: between two of them the policy changes once
         self._rank, self._longest = rank, longest
         self._queue = Queue(batch_steps, exchange or (lambda value: [value]))
         self._together = size * envs.num_envs  # rows of all workers in one step
@@ -165,27 +165,45 @@ class EpisodeCollector:
         self._given = 0  # rows of the batch that was handed out last
         self._cut: list[tuple[int, Obs]] = []  # (row, last observation) that await V of it
         self._unused = np.random.default_rng(0)  # for actions that nobody takes
+        self._open = False  # whether a batch is being collected
+        self._taken = 0  # steps for it
+        self._episodes: list[Episode] = []  # that ended in them
+        self._until_look = 0  # steps
 
     def collect(self) -> EpisodeRollout:
         """The next whole episodes; on all workers together at least `batch_steps` rows."""
-        self._forget_given()
-        if self.version < 0:
-            self.envs.reset(self._now.obs)
-        self.version += 1
-        taken = 0
-        episodes: list[Episode] = []
-        queue = self._queue
-        while not queue.full:
-            # Not even if all running episodes ended at once would there be enough before that.
-            missing = queue.batch_steps - queue.rows - queue.running
-            for _ in range(max(self._patience, missing // self._together)):
-                taken += self._step()
-                episodes += self._now.episodes
-            queue.look(int(self._lengths.sum()))
+        self.fill()
+        return self.take()
+
+    @property
+    def current(self) -> Obs:
+        return self._now.obs
+
+    @property
+    def row(self) -> Step:
+        return self._now
+
+    def take(self) -> EpisodeRollout:
+        """A batch, of which there is enough."""
+        if not self._open:
+            self._begin_batch()
         self._bootstrap()
-        self._give(sum(e.rank == self._rank for e in queue.take()))
+        self._give(sum(e.rank == self._rank for e in self._queue.take()))
         self._centre()
-        return self._rollout(episodes, taken)
+        self.full, self._open = self._queue.full, False
+        return self._rollout(self._episodes, self._taken)
+
+    def _begin_batch(self) -> None:
+        self._forget_given()
+        self.version += 1
+        self._open, self._taken, self._episodes = True, 0, []
+        self._until_look = self._steps_to_look()
+
+    def _steps_to_look(self) -> int:
+        """Not even if all running episodes ended at once would there be enough before that."""
+        queue = self._queue
+        missing = queue.batch_steps - queue.rows - queue.running
+        return max(self._patience, missing // self._together)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, between two batches: episodes that run, and those not given."""
@@ -208,7 +226,8 @@ class EpisodeCollector:
         """Go on from a `state()`; in words, what could not be put back."""
         self.version = int(state["version"])
         self.noise.load_state(state["noise"])
-        if self.version < 0:
+        self.begun = self.version >= 0
+        if not self.begun:
             return []
         restored = self.envs.load_state(state["envs"])
         self._now.obs = restored.obs
@@ -221,14 +240,15 @@ class EpisodeCollector:
         self._filed = [(int(env), int(length)) for env, length in state["filed"]]
         self._filled, self._given = len(state["rows"]["logp"]), 0
         self._queue.load_state(state["queue"])
+        self.full = self._queue.full
         self._lengths[restored.restarted] = 0  # their half episodes are gone
         self.normaliser.forget(restored.restarted)
         return restored.reasons
 
-    def _step(self) -> int:
-        """One step of every environment; how many of them were transitions."""
-        now = self._now
-        seen = self.normaliser.see(now.obs)
+    def act(self) -> Array:
+        if not self._open:
+            self._begin_batch()
+        seen = self.normaliser.see(self._now.obs)
         acted = self.actor.act(seen, self.noise)
         columns = _columns_of(seen)
         columns["action"], columns["logp"] = acted.actions, acted.logp
@@ -239,14 +259,22 @@ class EpisodeCollector:
         for name, column in columns.items():
             self._lanes[name][place] = column
         self._lanes["version"][place] = self.version
-        self.envs.step(acted.actions, now)
+        return acted.actions
+
+    def observe(self) -> None:
+        now = self._now
         self._clock += 1
         self.normaliser.scale(now.reward, now.terminated | now.truncated)
-        self._lanes["reward"][place] = now.reward
+        self._lanes["reward"][self._numbers, self._lengths] = now.reward
         self._lengths += now.valid  # a row that is no transition is written over
         for final in now.finals:
             self._file(final)
-        return int(np.count_nonzero(now.valid))
+        self._taken += int(np.count_nonzero(now.valid))
+        self._episodes += now.episodes
+        self._until_look -= 1
+        if self._until_look == 0:
+            self._queue.look(int(self._lengths.sum()))
+            self.full, self._until_look = self._queue.full, self._steps_to_look()
 
     def _place(self) -> tuple[Array, Array]:
         """Where the rows of this step go: one in each lane."""

@@ -8,6 +8,7 @@ with what was acted on.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,8 +50,50 @@ class Rollout:
         return 0.0
 
 
-class Collector:
-    """Steps the environments of one worker with the current policy."""
+class Stepper(ABC):
+    """A policy in environments, one step at a time, and what is kept of it.
+
+        act ─► envs.step ─► observe          until it is `full`; then something is made of it
+
+    `manyhands train` steps the environments itself (`fill`). In a loop of their own (agent.py)
+    users do: they show what is acted on (`current`), step, and `row` gets what came of it.
+    """
+
+    envs: VecAdapter
+    full = False  # whether there is enough to make something of
+    begun = False  # whether the environments have been reset
+
+    @property
+    @abstractmethod
+    def current(self) -> Obs:
+        """[B, ...] what is acted on next, in storage that may be written to."""
+
+    @property
+    @abstractmethod
+    def row(self) -> Step:
+        """Where the step that was acted for goes."""
+
+    @abstractmethod
+    def act(self) -> Array:
+        """Actions for `current`, in the policy's own terms."""
+
+    @abstractmethod
+    def observe(self) -> None:
+        """`row` has been filled."""
+
+    def fill(self) -> None:
+        """Step the environments until there is enough."""
+        if not self.begun:
+            self.begun = True
+            self.envs.reset(self.current)
+        while not self.full:
+            self.envs.step(self.act(), self.row)
+            self.observe()
+
+
+class Collector(Stepper):
+    """Steps the environments of one worker with the current policy; T steps of each are a
+    rollout."""
 
     def __init__(
         self, envs: VecAdapter, actor: Actor, length: int, noise: EnvNoise, normaliser: Normaliser
@@ -66,31 +109,51 @@ class Collector:
         self._reward = np.zeros((length, b), np.float32)
         self._rows = [self._row(t) for t in range(length)]
         self._store: Rollout | None = None
-        self._begun = False
+        self._at = 0  # the row that is written next; after the last one, `length`
+        self._ends: list[tuple[int, Final]] = []
+        self._episodes: list[Episode] = []
 
     def collect(self) -> Rollout:
         """The next T steps of every environment."""
-        if not self._begun:
-            self._begun = True
-            self.envs.reset(trees.take(self._raw, 0))
-        else:
+        self.fill()
+        return self.take()
+
+    @property
+    def current(self) -> Obs:
+        return trees.take(self._raw, self._at)
+
+    @property
+    def row(self) -> Step:
+        return self._rows[self._at]
+
+    def act(self) -> Array:
+        if self._at == self.length:  # not before: the last rollout's observations lie there
             trees.copy_into(trees.take(self._raw, 0), trees.take(self._raw, self.length))
-        ends: list[tuple[int, Final]] = []
-        episodes: list[Episode] = []
-        for t, row in enumerate(self._rows):
-            seen = self.normaliser.see(trees.take(self._raw, t))
-            acted = self.actor.act(seen, self.noise)
-            out = self._remember(t, seen, acted)
-            self.envs.step(acted.actions, row)
-            if row.finals:
-                ends += [(t, final) for final in row.finals]
-                episodes += row.episodes
-            self.normaliser.scale(row.reward, row.terminated | row.truncated)
+            self._at = 0
+        seen = self.normaliser.see(self.current)
+        acted = self.actor.act(seen, self.noise)
+        self._remember(self._at, seen, acted)
+        return acted.actions
+
+    def observe(self) -> None:
+        row = self.row
+        if row.finals:
+            self._ends += [(self._at, final) for final in row.finals]
+            self._episodes += row.episodes
+        self.normaliser.scale(row.reward, row.terminated | row.truncated)
+        self._at += 1
+        self.full = self._at == self.length
+
+    def take(self) -> Rollout:
+        """What has been collected; a rollout that is full."""
+        out = self._store
+        assert out is not None
         last = self.normaliser.apply(trees.take(self._raw, self.length))
         out.next_value[:-1] = out.value[1:]
         out.next_value[-1] = self.actor.value(last)
-        self._bootstrap(out, ends)
-        out.episodes = episodes
+        self._bootstrap(out, self._ends)
+        out.episodes, self._ends, self._episodes = self._episodes, [], []
+        self.full = False
         return out
 
     def state(self) -> dict[str, Any]:
@@ -98,7 +161,7 @@ class Collector:
 
         Not in it: the policy and the normaliser, which are not the collector's own.
         """
-        envs = self.envs.state(trees.take(self._raw, self.length)) if self._begun else None
+        envs = self.envs.state(trees.take(self._raw, self.length)) if self.begun else None
         return {"envs": envs, "noise": self.noise.state()}
 
     def load_state(self, state: dict[str, Any]) -> list[str]:
@@ -110,13 +173,13 @@ class Collector:
         self.noise.load_state(state["noise"])
         if state["envs"] is None:
             return []
-        self._begun = True
+        self.begun, self._at = True, self.length
         restored = self.envs.load_state(state["envs"])
         trees.copy_into(trees.take(self._raw, self.length), restored.obs)
         self.normaliser.forget(restored.restarted)
         return restored.reasons
 
-    def _remember(self, t: int, seen: Obs, acted: Acted) -> Rollout:
+    def _remember(self, t: int, seen: Obs, acted: Acted) -> None:
         if self._store is None:  # shapes are known once the policy has spoken
             self._store = self._storage(acted)
         store = self._store
@@ -124,7 +187,6 @@ class Collector:
         store.value[t], store.parameters[t] = acted.values, acted.parameters
         if self._normal is not None:
             self._normal[t] = seen
-        return store
 
     def _storage(self, acted: Acted) -> Rollout:
         def like(x: Array) -> Array:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from manyhands import trees
+from manyhands.collect.rollout import Stepper
 from manyhands.envs.adapter import Final, Step, VecAdapter
 from manyhands.envs.spaces import zeros
 from manyhands.errors import ConfigError
@@ -44,7 +45,7 @@ class Finished(NamedTuple):
     length: int
 
 
-class UnrollCollector:
+class UnrollCollector(Stepper):
     """Steps the environments of one actor; `collect` gives the unrolls that are ready to go.
 
     Args:
@@ -86,46 +87,64 @@ class UnrollCollector:
             )
             for t in range(length)
         ]
-        self._begun = False
+        self._at = 0  # the row that is written next; after the last one, `length`
+        self._ends: list[tuple[int, Final]] = []
+        self._before = np.zeros((b, state_size), np.float32)  # the state at the first row
         self.state = np.zeros((b, state_size), np.float32)
         self._first = np.ones((length + 1, b), bool)
         self._lanes: list[list[Unroll]] = [[] for _ in range(b)]  # of episodes that still run
-        self._began = [0] * b  # the version with which each running episode began
+        self._began = [-1] * b  # the version with which each running episode began
 
     def collect(self, version: int) -> list[Unroll]:
         """The next T steps of every environment with the policy of that version."""
-        start, before = self._start(), self.state.copy()
-        ends: list[tuple[int, Final]] = []
-        for t, row in enumerate(self._rows):
-            seen = self.normaliser.see(trees.take(self._raw, t))
-            self._put_seen(t, seen)
-            acted = self._act(seen, t)
-            self._remember(t, acted)
-            self.envs.step(acted.actions, row)
-            if row.finals:
-                ends += [(t, final) for final in row.finals]
-                self.finished += [Finished(e.env, e.total_return, e.length) for e in row.episodes]
-            over = row.terminated | row.truncated
-            self._first[t + 1] = over | (self._first[t] & ~row.valid)
-            self.normaliser.scale(row.reward, over)
+        self.fill()
+        return self.take(version)
+
+    @property
+    def current(self) -> Obs:
+        return trees.take(self._raw, self._at)
+
+    @property
+    def row(self) -> Step:
+        return self._rows[self._at]
+
+    def act(self) -> Array:
+        if self._at == self.length:
+            trees.copy_into(trees.take(self._raw, 0), trees.take(self._raw, self.length))
+            self._first[0] = self._first[self.length]
+            self._at = 0
+        t = self._at
+        if t == 0:
+            self._before = self.state.copy()
+        seen = self.normaliser.see(self.current)
+        self._put_seen(t, seen)
+        acted = self._act(seen, t)
+        self._remember(t, acted)
+        return acted.actions
+
+    def observe(self) -> None:
+        t, row = self._at, self.row
+        if row.finals:
+            self._ends += [(t, final) for final in row.finals]
+            self.finished += [Finished(e.env, e.total_return, e.length) for e in row.episodes]
+        over = row.terminated | row.truncated
+        self._first[t + 1] = over | (self._first[t] & ~row.valid)
+        self.normaliser.scale(row.reward, over)
+        self._at += 1
+        self.full = self._at == self.length
+
+    def take(self, version: int) -> list[Unroll]:
+        """What has been collected, with the policy of that version."""
         self._put_seen(self.length, self.normaliser.apply(trees.take(self._raw, self.length)))
         self.valid_steps = int(self._store["valid"].sum()) + self._carried
         self._carried = 0
-        whole = self._as_one(before, ends, version)
-        return self._into_episodes(whole, start, version) if self._whole else [_owned(whole)]
+        whole = self._as_one(self._before, self._ends, version)
+        self._ends, self.full = [], False
+        return self._into_episodes(whole, version) if self._whole else [_owned(whole)]
 
     def carry(self, steps: int) -> None:
         """Steps that nobody has been told of yet: no unroll was ready to go."""
         self._carried = steps
-
-    def _start(self) -> bool:
-        if not self._begun:
-            self._begun = True
-            self.envs.reset(trees.take(self._raw, 0))
-            return True
-        trees.copy_into(trees.take(self._raw, 0), trees.take(self._raw, self.length))
-        self._first[0] = self._first[self.length]
-        return False
 
     def _act(self, seen: Obs, t: int) -> Acted:
         if self.state.shape[1] == 0:
@@ -166,11 +185,11 @@ class UnrollCollector:
 
     # -- whole episodes ------------------------------------------------------------------------
 
-    def _into_episodes(self, whole: Unroll, start: bool, version: int) -> list[Unroll]:
+    def _into_episodes(self, whole: Unroll, version: int) -> list[Unroll]:
         """Cut environment by environment where episodes end; the rest waits in its lane."""
         ready = []
         for b in range(self.envs.num_envs):
-            if start:
+            if self._began[b] < 0:
                 self._began[b] = version
             over = whole["terminated"][:, b] | whole["truncated"][:, b]
             at = 0

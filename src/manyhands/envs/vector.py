@@ -111,8 +111,19 @@ class VectorAdapter(VecAdapter):
     def step(self, actions: Array, out: Step | None = None) -> Step:
         sent = self._sent(actions)
         row = self.blank() if out is None else out
+        return self.receive(row, *self.env.step(sent))
+
+    def receive(
+        self,
+        row: Step,
+        obs: Any,
+        reward: Any,
+        terminated: Any,
+        truncated: Any,
+        info: dict[str, Any],
+    ) -> Step:
+        """Fill a row with what `env.step` gave."""
         row.finals, row.episodes = [], []
-        obs, reward, terminated, truncated, info = self.env.step(sent)
         np.logical_not(self._ended, out=row.valid)
         # WHY masked: a reset in disguise is no transition, whatever the library reports for it.
         np.logical_and(terminated, row.valid, out=row.terminated)

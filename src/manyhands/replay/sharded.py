@@ -290,12 +290,16 @@ class ShardedReplay:
             self._counters.update({k: int(v) for k, v in state["counters"].items()})
             self._pace.publish()
 
+    def lift(self) -> None:
+        """No bound on the rate from here on: nobody will add rows any more."""
+        with self._lock:
+            self._pace.lift()
+
     def close(self) -> None:
         """End the prefetching thread, and let actors go on without bounds. Safe to call twice."""
         if self._prefetcher is not None:
             self._prefetcher.close(self.timeout)
-        with self._lock:
-            self._pace.lift()
+        self.lift()
 
     def release(self) -> None:
         """`close`, and give the shared memory back: nothing can be added or drawn from here on.

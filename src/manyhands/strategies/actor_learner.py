@@ -30,14 +30,16 @@ from manyhands.strategies.allreduce import CHECK_EVERY
 from manyhands.strategies.context import Context
 from manyhands.strategies.experience import unroll_collector
 from manyhands.strategies.messages import Inbox, Weights, channel_to, goodbye, send
+from manyhands.strategies.part import Part
 from manyhands.strategies.progress import RunProgress
 
 
 def run(context: Context, progress: RunProgress) -> None:
-    if context.part.role == "actor":
-        act(context)
-    else:
-        learn(context, progress)
+    part(context, progress).run()
+
+
+def part(context: Context, progress: RunProgress) -> Part:
+    return Actor(context) if context.part.role == "actor" else Learner(context, progress)
 
 
 def channels(context: Context) -> list[Channel]:
@@ -45,58 +47,80 @@ def channels(context: Context) -> list[Channel]:
     return [channel_to(context, rank) for rank in context.roles.ranks("learner")]
 
 
-# -- actors ----------------------------------------------------------------------------------------
+class Actor(Part):
+    """Plays with the newest weights, and sends what it has played."""
 
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._weights, self._outboxes = Weights(context), channels(context)
+        self._weights.pull()
+        self.stepper = self._collector = unroll_collector(context)
+        self._sent = context.part.rank  # so that actors do not all begin with the same learner
 
-def act(context: Context) -> None:
-    weights, outboxes = Weights(context), channels(context)
-    weights.pull()
-    collector = unroll_collector(context)
-    sent = context.part.rank  # so that actors do not all begin with the same learner
-    while not context.stop:
+    def goes_on(self) -> bool:
+        return not self.context.stop
+
+    def update(self) -> None:
+        context, collector, outboxes = self.context, self._collector, self._outboxes
         with context.phases("rollout"):
-            unrolls = collector.collect(context.algorithm.version)
+            unrolls = collector.take(context.algorithm.version)
         steps = int(collector.valid_steps)
         for unroll in unrolls:
             done, collector.finished = collector.finished, []
-            turn = sent % len(outboxes)
+            turn = self._sent % len(outboxes)
             next_one, others = outboxes[turn], [*outboxes[turn + 1 :], *outboxes[:turn]]
             send(context, next_one, unroll, steps=steps, episodes=done, otherwise=others)
-            sent, steps = sent + 1, 0
+            self._sent, steps = self._sent + 1, 0
         collector.carry(steps)
-        weights.pull()
-    goodbye(context, *outboxes)
+        self._weights.pull()
+
+    def close(self) -> None:
+        goodbye(self.context, *self._outboxes)
 
 
-# -- learners --------------------------------------------------------------------------------------
+class Learner(Part):
+    """Learns from unrolls as they arrive, in step with the other learners."""
 
+    def __init__(self, context: Context, progress: RunProgress) -> None:
+        self.context, self.progress = context, progress
+        self._weights, self._replay = Weights(context), UnrollReplay(context)
+        self._inbox = Inbox(context, channels(context)[context.part.rank], context.acting)
+        self._deserted = False  # whether the actors have left on their own
+        progress.begin()
+        self._weights.publish()
 
-def learn(context: Context, progress: RunProgress) -> None:
-    algorithm = context.algorithm
-    assert isinstance(algorithm, IMPALA)
-    weights, replay = Weights(context), UnrollReplay(context)
-    inbox = Inbox(context, channels(context)[context.part.rank], context.acting)
-    progress.begin()
-    weights.publish()
-    while progress.goes_on():
-        unrolls = replay.mixed_with(fresh(progress, inbox, replay.fresh_share), progress)
+    def goes_on(self) -> bool:
+        return self.progress.goes_on() and not self._deserted
+
+    def update(self) -> None:
+        """One update; none where the actors have left before there was enough for one."""
+        context, progress, algorithm = self.context, self.progress, self.context.algorithm
+        assert isinstance(algorithm, IMPALA)
+        new = fresh(progress, self._inbox, self._replay.fresh_share)
+        missing = len(new) < self._replay.fresh_share
+        self._deserted = missing if context.group is None else context.group.any(missing)
+        if self._deserted:
+            return
+        unrolls = self._replay.mixed_with(new, progress)
         with context.phases("optimisation"):
             batch = algorithm.prepare_unroll(joined(unrolls))
             info = algorithm.update(batch, context.across, progress.fraction)
-        weights.publish()
-        progress.close_update(info, inbox=inbox)
+        self._weights.publish()
+        progress.close_update(info, inbox=self._inbox)
         if algorithm.version % CHECK_EVERY == 0:
             context.check_equal("learners")
-    context.stop = True
-    weights.publish()
-    progress.late = len(inbox.drain())  # played, and not learned from: the run was over
-    progress.all_left(inbox)
+
+    def close(self) -> None:
+        self.context.stop = True
+        self._weights.publish()
+        self.progress.late = len(self._inbox.drain())  # played, and not learned from
+        self.progress.all_left(self._inbox)
 
 
 def fresh(progress: RunProgress, inbox: Inbox, count: int) -> list[Unroll]:
-    """The next unrolls that are not too old, in order of arrival."""
+    """The next unrolls that are not too old, in order of arrival; fewer where all have left."""
     found: list[Unroll] = []
-    while len(found) < count:
+    while len(found) < count and not inbox.all_left:
         message = inbox.get()
         if message is not None and progress.accept(message):
             found.append(message)

@@ -13,19 +13,32 @@ from __future__ import annotations
 
 from manyhands.strategies.context import Context
 from manyhands.strategies.experience import rollout_collector
+from manyhands.strategies.part import Part
 from manyhands.strategies.progress import EveryWorker, RunProgress
 
 CHECK_EVERY = 100  # updates between two looks at whether the replicas are still equal
 
 
 def run(context: Context, progress: RunProgress) -> None:
-    collector = rollout_collector(context)
-    algorithm = context.algorithm
-    progress.begin(EveryWorker(context, collector))
-    context.share_weights()
-    while progress.goes_on():
+    Replica(context, progress).run()
+
+
+class Replica(Part):
+    """One of the workers that act and learn together; alone it is a worker that does both."""
+
+    def __init__(self, context: Context, progress: RunProgress) -> None:
+        self.context, self.progress = context, progress
+        self.stepper = self._collector = rollout_collector(context)
+        progress.begin(EveryWorker(context, self._collector))
+        context.share_weights()
+
+    def goes_on(self) -> bool:
+        return self.progress.goes_on()
+
+    def update(self) -> None:
+        context, progress, algorithm = self.context, self.progress, self.context.algorithm
         with context.phases("rollout"):
-            rollout = collector.collect()
+            rollout = self._collector.take()
             batch = algorithm.prepare(rollout)
         with context.phases("optimisation"):
             info = algorithm.update(batch, context.across, progress.fraction)

@@ -21,6 +21,7 @@ from manyhands.engines.base import Worker, cores
 from manyhands.engines.group import Group
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import VecAdapter
+from manyhands.envs.make import frame_stack
 from manyhands.experiment.bottleneck import Phases
 from manyhands.math.running_stats import Normaliser, RunningStats
 from manyhands.policy import build_model, build_normaliser
@@ -117,6 +118,12 @@ class Context:
         self.envs.number_from(first)
         self.first_env = first
         return self.envs, EnvNoise(seed, first, here)
+
+    @property
+    def frame_stack(self) -> int:
+        """How many frames each observation is a stack of; 0 where it is none."""
+        run = self.experiment.run
+        return frame_stack(run.env, run.env_backend, run.env_kwargs, self.spaces[0])
 
     def close(self) -> None:
         if self.envs is not None:

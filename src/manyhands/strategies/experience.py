@@ -17,10 +17,9 @@ from manyhands import seeding, trees
 from manyhands.algorithms.base import Across
 from manyhands.algorithms.off_policy import OffPolicy
 from manyhands.collect.episodes import EpisodeCollector
-from manyhands.collect.rollout import Collector
+from manyhands.collect.rollout import Collector, Stepper
 from manyhands.collect.unroll import UnrollCollector
-from manyhands.envs.adapter import Episode
-from manyhands.envs.make import frame_stack
+from manyhands.envs.adapter import Episode, Step
 from manyhands.envs.spaces import zeros
 from manyhands.math.optimiser import make_schedule
 from manyhands.replay.buffer import PrioritizedReplay, Replay
@@ -79,13 +78,16 @@ def unroll_collector(context: Context) -> UnrollCollector:
 # -- transitions -----------------------------------------------------------------------------------
 
 
-class Transitions:
+class Transitions(Stepper):
     """Steps environments and makes n-step transitions of what happens.
 
-    `frames` is where frames of stacked images go: transitions then hold their tickets (frames.py).
+    Args:
+        context: of this worker.
+        frames: where frames of stacked images go: transitions then hold their tickets (frames.py).
+        length: steps of each environment that are taken together.
     """
 
-    def __init__(self, context: Context, frames: Any = None) -> None:
+    def __init__(self, context: Context, frames: Any = None, length: int = 1) -> None:
         o, algorithm = context.experiment.options, context.algorithm
         assert isinstance(algorithm, OffPolicy)
         self.context, self.normaliser = context, context.normaliser
@@ -94,35 +96,50 @@ class Transitions:
         total = context.experiment.run.num_envs
         self.explorer = algorithm.explorer(self._chance, context.first_env, here, total)
         self.n_step = NStep(o.n_step, o.gamma, here)
+        self._length, self._at = length, 0
         self._row = self.envs.blank()
-        self.obs: Obs = None
+        self._obs = self.envs.blank().obs
+        self._stored: Array = np.zeros(0)  # the actions of this step, as they are kept
+        self._rows: list[Batch] = []  # since the last `take`
         self._frames = frames
         stack = 0 if frames is None else context.spaces[0].shape[0]
         self._log = None if frames is None else StackLog(frames, here, stack)
+        self._logs = False  # whether the log has begun
         self.episodes: list[Episode] = []
+        self.steps_of_all = 0  # by all workers, as far as is known here: how much is explored
         self.steps = 0  # since `taken` was last called
-        self.last_steps = 0  # of the last call
+        self.last_steps = 0  # of the last step of all environments
         self.made = 0  # transitions, ever
 
-    def step(self, steps: int) -> Batch:
-        """One step of each environment; the transitions that it completed. `steps` of all workers
-        decide how much is explored."""
-        if self.obs is None:
-            self._begin(self.envs.reset())
-        seen = self.normaliser.see(self.obs)
-        stored, sent = self.explorer.act(seen, steps)
-        row = self.envs.step(sent, self._row)
+    @property
+    def current(self) -> Obs:
+        return self._obs
+
+    @property
+    def row(self) -> Step:
+        return self._row
+
+    def act(self) -> Array:
+        if self._log is not None and not self._logs:
+            self._log.start(self._obs)
+            self._logs = True
+        seen = self.normaliser.see(self._obs)
+        self._stored, sent = self.explorer.act(seen, self.steps_of_all)
+        return sent
+
+    def observe(self) -> None:
+        row = self._row
         ended = row.terminated | row.truncated
         self.normaliser.scale(row.reward, ended)
         # Raw observations: they are normalised when they are learned from, as the policy then sees.
-        kept, reached = self.obs, row.obs
+        kept, reached = self._obs, row.obs
         if self._log is not None:
             kept = self._log.current
-            reached = self._log.step(self.obs, row.obs, row.finals)
+            reached = self._log.step(self._obs, row.obs, row.finals)
         elif row.finals:
             reached = row.next_obs()
         rows: Batch = self.n_step.push(
-            {"obs": kept, "action": stored},
+            {"obs": kept, "action": self._stored},
             row.reward,
             reached,
             row.terminated,
@@ -130,19 +147,26 @@ class Transitions:
             row.valid,
         )
         del rows["steps"]
-        trees.copy_into(self.obs, row.obs)
+        trees.copy_into(self._obs, row.obs)
         if row.finals:
             self.explorer.restart(ended)
             self.episodes += row.episodes
         self.last_steps = int(np.count_nonzero(row.valid))
         self.steps += self.last_steps
-        self.made += len(rows["reward"])
-        return rows
+        if len(rows["reward"]):
+            self.made += len(rows["reward"])
+            self._rows.append(rows)
+        self._at += 1
+        self.full = self._at == self._length
 
-    def _begin(self, obs: Obs) -> None:
-        self.obs = obs
-        if self._log is not None:
-            self._log.start(obs)
+    def take(self) -> Batch | None:
+        """The transitions that these steps have completed; None where they completed none."""
+        rows, self._rows = self._rows, []
+        self._at, self.full = 0, False
+        if not rows:
+            return None
+        together: Batch = rows[0] if len(rows) == 1 else trees.concat(rows)
+        return together
 
     def whole(self, rows: Batch) -> Batch:
         """Transitions that were made just now, with their observations as they were seen."""
@@ -159,7 +183,7 @@ class Transitions:
 
     def state(self) -> dict[str, Any]:
         return {
-            "envs": None if self.obs is None else self.envs.state(self.obs),
+            "envs": self.envs.state(self._obs) if self.begun else None,
             "chance": self._chance.state(),
             "explorer": self.explorer.state(),
             "n_step": self.n_step.state(),
@@ -174,8 +198,10 @@ class Transitions:
         if state["envs"] is None:
             return []
         restored = self.envs.load_state(state["envs"])
-        self._begin(restored.obs)
+        self.begun, self._obs = True, restored.obs
         if self._log is not None:
+            self._log.start(restored.obs)
+            self._logs = True
             self.n_step.forget()  # its tickets are of frames that need not be there any more
         if restored.restarted:
             self.n_step.forget(restored.restarted)
@@ -238,10 +264,9 @@ def example_row(context: Context) -> Batch:
 
 def frames_of(context: Context, shards: int = 1) -> Frames | None:
     """How to keep observations that are stacks of frames; None where they are something else."""
-    run, o = context.experiment.run, context.experiment.options
-    if not frame_stack(run.env, run.env_backend, run.env_kwargs, context.spaces[0]):
+    if not context.frame_stack:
         return None
-    rows = o.replay_size // shards
+    rows = context.experiment.options.replay_size // shards
     # A frame a step and a few more at each start; and those of transitions that are not complete.
     return Frames(capacity=rows + rows // 10 + held_room(context))
 

@@ -30,6 +30,7 @@ from manyhands.errors import WorkerError
 from manyhands.math.optimiser import make_schedule
 from manyhands.strategies.context import Context
 from manyhands.strategies.messages import Inbox, Message, Weights, channel_to, goodbye, send
+from manyhands.strategies.part import Part
 from manyhands.strategies.progress import RunProgress
 from manyhands.types import Batch
 
@@ -37,13 +38,17 @@ _KEPT = 16  # refusals of each worker that the server repeats with every version
 
 
 def run(context: Context, progress: RunProgress) -> None:
+    part(context, progress).run()
+
+
+def part(context: Context, progress: RunProgress) -> Part:
     match context.part.role:
         case "server":
-            serve(context, progress)
+            return Server(context, progress)
         case "reducer":
-            reduce(context)
+            return Adder(context)
         case _:
-            work(context)
+            return Pusher(context)
 
 
 def sends_to(context: Context, rank: int) -> int:
@@ -57,16 +62,39 @@ def sends_to(context: Context, rank: int) -> int:
 # -- workers ---------------------------------------------------------------------------------------
 
 
-def work(context: Context) -> None:
-    run, algorithm = context.experiment.run, context.algorithm
-    assert isinstance(algorithm, A2C)
-    weights, outbox = Weights(context), channel_to(context, sends_to(context, context.rank))
-    news = weights.pull()
-    envs, noise = context.make_envs()
-    collector = Collector(envs, algorithm.actor, run.rollout_length, noise, context.normaliser)
-    under_way: dict[int, Batch] = {}  # rows whose gradient the server has not answered for
+class Pusher(Part):
+    """Plays with the newest weights it has, and pushes the gradient of each rollout."""
 
-    def push(batch: Batch, steps: int, episodes: Any) -> None:
+    def __init__(self, context: Context) -> None:
+        self.context, algorithm = context, context.algorithm
+        self._weights = Weights(context)
+        self._outbox = channel_to(context, sends_to(context, context.rank))
+        self._weights.pull()
+        envs, noise = context.make_envs()
+        length = context.experiment.run.rollout_length
+        self.stepper = self._collector = Collector(
+            envs, algorithm.actor, length, noise, context.normaliser
+        )
+        self._under_way: dict[int, Batch] = {}  # rows whose gradient the server has not answered
+
+    def goes_on(self) -> bool:
+        return not self.context.stop
+
+    def update(self) -> None:
+        context = self.context
+        with context.phases("rollout"):
+            rollout = self._collector.take()
+            # Copied: the collector writes over its rollout.
+            batch = trees.map(np.array, context.algorithm.prepare(rollout))
+        self._push(batch, rollout.steps, rollout.episodes)
+        news = self._weights.pull()
+        if not context.stop:
+            for rows in refused(context, self._under_way, news):
+                self._push(rows, 0, ())  # the same rows, with the newest weights
+
+    def _push(self, batch: Batch, steps: int, episodes: Any) -> None:
+        context, algorithm = self.context, self.context.algorithm
+        assert isinstance(algorithm, A2C)
         with context.phases("gradient"):
             stats = algorithm.push(batch)
         load = {
@@ -75,19 +103,11 @@ def work(context: Context) -> None:
             "stats": np.array(stats),
             "count": 1,
         }
-        under_way[send(context, outbox, load, steps=steps, episodes=episodes)] = batch
+        number = send(context, self._outbox, load, steps=steps, episodes=episodes)
+        self._under_way[number] = batch
 
-    while not context.stop:
-        for batch in refused(context, under_way, news):
-            push(batch, 0, ())  # the same rows, with the newest weights
-        with context.phases("rollout"):
-            rollout = collector.collect()
-            batch = trees.map(
-                np.array, algorithm.prepare(rollout)
-            )  # the collector writes over its rollout
-        push(batch, rollout.steps, rollout.episodes)
-        news = weights.pull()
-    goodbye(context, outbox)
+    def close(self) -> None:
+        goodbye(self.context, self._outbox)
 
 
 def refused(
@@ -107,26 +127,33 @@ def refused(
 # -- reducers --------------------------------------------------------------------------------------
 
 
-def reduce(context: Context) -> None:
-    """Add up some pushes and send their sum, until all senders have said good-bye."""
-    run = context.experiment.run
-    senders = [r for r in context.acting if sends_to(context, r) == context.rank]
-    inbox = Inbox(context, channel_to(context, context.rank), senders)
-    outbox = channel_to(context, 0)
-    adding = Reducer(max(1, run.pushes // run.reducers))
-    messages: list[Message] = []
-    while len(inbox.left) < len(senders):
-        message = inbox.get()
+class Adder(Part):
+    """Adds up some pushes and sends their sum, until all senders have said good-bye."""
+
+    def __init__(self, context: Context) -> None:
+        self.context, run = context, context.experiment.run
+        self._senders = [r for r in context.acting if sends_to(context, r) == context.rank]
+        self._inbox = Inbox(context, channel_to(context, context.rank), self._senders)
+        self._outbox = channel_to(context, 0)
+        self._adding = Reducer(max(1, run.pushes // run.reducers))
+        self._messages: list[Message] = []
+
+    def goes_on(self) -> bool:
+        return not self._inbox.all_left
+
+    def update(self) -> None:
+        message = self._inbox.get()
         if message is not None:
-            adding.offer(message["gradient"].numpy(), int(message["version"]), 0)
-            messages.append(message)
-        over = len(inbox.left) == len(senders)
-        if adding.full or (over and messages):
-            outbox.put(_summed(adding, messages))
-            messages = []
-    for last in inbox.left.values():
-        outbox.put(last)
-    goodbye(context, outbox)
+            self._adding.offer(message["gradient"].numpy(), int(message["version"]), 0)
+            self._messages.append(message)
+        if self._adding.full or (self._inbox.all_left and self._messages):
+            self._outbox.put(_summed(self._adding, self._messages))
+            self._messages = []
+
+    def close(self) -> None:
+        for last in self._inbox.left.values():
+            self._outbox.put(last)
+        goodbye(self.context, self._outbox)
 
 
 def _summed(adding: Reducer, messages: list[Message]) -> Message:
@@ -147,34 +174,44 @@ def _summed(adding: Reducer, messages: list[Message]) -> Message:
 # -- the server ------------------------------------------------------------------------------------
 
 
-def serve(context: Context, progress: RunProgress) -> None:
-    run, algorithm = context.experiment.run, context.algorithm
-    senders = context.acting + context.roles.ranks("reducer")
-    weights, inbox = Weights(context), Inbox(context, channel_to(context, 0), senders)
-    reducer = Reducer(run.pushes, run.reduce, run.max_lag)
-    answers = _Answers(context)
-    stats = np.zeros(0)
-    progress.begin()
-    weights.publish()
-    while progress.goes_on():
-        message = inbox.get()
-        if message is None:
-            continue
-        if not take(message, context, progress, reducer, answers):
-            continue
-        stats = message["stats"] if stats.size == 0 else stats + message["stats"]
-        if not reducer.full:
-            continue
+class Server(Part):
+    """Takes gradients as they arrive; so many of them are one step of the optimiser."""
+
+    def __init__(self, context: Context, progress: RunProgress) -> None:
+        self.context, self.progress, run = context, progress, context.experiment.run
+        senders = context.acting + context.roles.ranks("reducer")
+        self._weights = Weights(context)
+        self._inbox = Inbox(context, channel_to(context, 0), senders)
+        self._reducer = Reducer(run.pushes, run.reduce, run.max_lag)
+        self._answers = _Answers(context)
+        progress.begin()
+        self._weights.publish()
+
+    def goes_on(self) -> bool:
+        return self.progress.goes_on() and not self._inbox.all_left
+
+    def update(self) -> None:
+        """One step; none where everybody has left before there was enough for one."""
+        context, progress, reducer = self.context, self.progress, self._reducer
+        stats = np.zeros(0)
+        while not reducer.full:
+            if self._inbox.all_left:
+                return
+            message = self._inbox.get()
+            if message is None or not take(message, context, progress, reducer, self._answers):
+                continue
+            stats = message["stats"] if stats.size == 0 else stats + message["stats"]
         with context.phases("optimisation"):
             count = reducer.waiting
             info = step(context, reducer, progress.fraction)
-        weights.publish(**answers.news())
-        means = dict(zip(algorithm.stats, stats / count, strict=True))
-        progress.close_update(means | info, inbox=inbox)
-        stats = np.zeros(0)
-    context.stop = True
-    weights.publish()
-    finish(progress, inbox, reducer)
+        self._weights.publish(**self._answers.news())
+        means = dict(zip(context.algorithm.stats, stats / count, strict=True))
+        progress.close_update(means | info, inbox=self._inbox)
+
+    def close(self) -> None:
+        self.context.stop = True
+        self._weights.publish()
+        finish(self.progress, self._inbox, self._reducer)
 
 
 def take(

@@ -123,6 +123,11 @@ class Inbox:
         return message
 
     @property
+    def all_left(self) -> bool:
+        """Whether everybody has said good-bye."""
+        return len(self.left) == len(self.senders)
+
+    @property
     def lost(self) -> int:
         """Messages of writers that died before these could be read."""
         return int(getattr(self._channel, "lost", 0))
@@ -136,7 +141,7 @@ class Inbox:
     def drain(self) -> list[Message]:
         """Until everybody has said good-bye: messages that came too late to be learned from."""
         late = []
-        while len(self.left) < len(self.senders):
+        while not self.all_left:
             try:
                 message = self.get()
             except CollectiveError as error:

@@ -21,9 +21,10 @@ from manyhands.collect.unroll import Unroll, joined
 from manyhands.replay.buffer import PrioritizedReplay
 from manyhands.strategies import experience
 from manyhands.strategies.actor_learner import UnrollReplay
+from manyhands.strategies.allreduce import Replica
 from manyhands.strategies.context import Context
+from manyhands.strategies.part import Part
 from manyhands.strategies.progress import (
-    EveryWorker,
     RunProgress,
     episode_rows,
     load_process_state,
@@ -33,90 +34,95 @@ from manyhands.types import Info
 
 
 def run(context: Context, progress: RunProgress) -> None:
+    part(context, progress).run()
+
+
+def part(context: Context, progress: RunProgress) -> Part:
     match context.learns_from:
         case "rollout":
-            from_rollouts(context, progress)
+            return Replica(context, progress)
         case "unroll":
-            from_unrolls(context, progress)
-        case "replay":
-            from_replay(context, progress)
+            return UnrollWorker(context, progress)
+        case _:
+            return ReplayWorker(context, progress)
 
 
-def from_rollouts(context: Context, progress: RunProgress) -> None:
-    collector = experience.rollout_collector(context)
-    algorithm = context.algorithm
-    progress.begin(EveryWorker(context, collector))
-    while progress.goes_on():
-        with context.phases("rollout"):
-            rollout = collector.collect()
-            batch = algorithm.prepare(rollout)
-        with context.phases("optimisation"):
-            info = algorithm.update(batch, context.across, progress.fraction)
-        progress.close_update(info, rollout)
+class UnrollWorker(Part):
+    """Environments and a learner: as many unrolls as an update takes, then the update."""
 
+    def __init__(self, context: Context, progress: RunProgress) -> None:
+        self.context, self.progress = context, progress
+        progress.begin()
+        self.stepper = self._collector = experience.unroll_collector(context)
+        self._replay = UnrollReplay(context)
+        self._waiting: list[Unroll] = []
+        self._steps = 0  # since the last update
 
-def from_unrolls(context: Context, progress: RunProgress) -> None:
-    algorithm = context.algorithm
-    assert isinstance(algorithm, IMPALA)
-    progress.begin()
-    collector, replay = experience.unroll_collector(context), UnrollReplay(context)
-    waiting: list[Unroll] = []
-    while progress.goes_on():
-        steps = 0
-        while len(waiting) < replay.fresh_share:
-            with context.phases("rollout"):
-                waiting += collector.collect(algorithm.version)
-            steps += int(collector.valid_steps)
-        fresh, waiting = waiting[: replay.fresh_share], waiting[replay.fresh_share :]
-        done, collector.finished = collector.finished, []
-        progress.took(steps, episode_rows(context, done))
+    def goes_on(self) -> bool:
+        return self.progress.goes_on()
+
+    def update(self) -> None:
+        with self.context.phases("rollout"):
+            self._waiting += self._collector.take(self.context.algorithm.version)
+        self._steps += int(self._collector.valid_steps)
+        while len(self._waiting) >= self._replay.fresh_share and self.goes_on():
+            self._learn()
+
+    def _learn(self) -> None:
+        context, progress, algorithm = self.context, self.progress, self.context.algorithm
+        assert isinstance(algorithm, IMPALA)
+        share = self._replay.fresh_share
+        fresh, self._waiting = self._waiting[:share], self._waiting[share:]
+        done, self._collector.finished = self._collector.finished, []
+        progress.took(self._steps, episode_rows(context, done))
+        self._steps = 0
         for unroll in fresh:
             progress.learned(progress.lag(int(unroll["version"])))
         with context.phases("optimisation"):
-            batch = algorithm.prepare_unroll(joined(replay.mixed_with(fresh, progress)))
+            batch = algorithm.prepare_unroll(joined(self._replay.mixed_with(fresh, progress)))
             info = algorithm.update(batch, context.across, progress.fraction)
         progress.close_update(info)
 
 
-def from_replay(context: Context, progress: RunProgress) -> None:
-    length = context.experiment.run.rollout_length
-    here = ReplayWorker(context)
-    progress.begin(here)
-    while progress.goes_on():
-        here.round(length, progress.steps, progress.fraction)
-        steps, episodes = here.transitions.taken()
-        progress.took(steps, episode_rows(context, episodes))
-        progress.close_update(here.report())
-
-
-class ReplayWorker:
+class ReplayWorker(Part):
     """Environments, a replay and a learner; all of them are in its checkpoints."""
 
-    def __init__(self, context: Context) -> None:
-        self.context, self.options = context, context.experiment.options
+    def __init__(self, context: Context, progress: RunProgress) -> None:
+        self.context, self.progress = context, progress
+        self.options = context.experiment.options
         self.replay = experience.make_replay(context)
         framed = experience.frames_of(context) is not None
         frames = self.replay.frames if framed else None
-        self.transitions = experience.Transitions(context, frames)
+        self.stepper = self.transitions = experience.Transitions(context, frames)
         self.learner = experience.ReplayLearner(context)
         self.owed = 0.0  # gradient steps that the environment steps so far have a right to
+        self._made = 0  # steps of each environment in this round
+        progress.begin(self)
+        self.transitions.steps_of_all = progress.steps
 
-    def round(self, length: int, steps: int, fraction: float) -> None:
-        """So many steps of each environment, learning in between."""
-        context, o = self.context, self.options
-        ready = max(o.learning_starts, o.batch_size)
-        for _ in range(length):
-            with context.phases("rollout"):
-                rows = self.transitions.step(steps + self.transitions.steps)
-                if len(rows["reward"]):
-                    self.replay.append(rows)
-            if self.replay.size < ready:
-                continue
+    def goes_on(self) -> bool:
+        return self.progress.goes_on()
+
+    def update(self) -> None:
+        """After one step of each environment: the gradient steps that belong to it."""
+        context, o, progress = self.context, self.options, self.progress
+        with context.phases("rollout"):
+            rows = self.transitions.take()
+            if rows is not None:
+                self.replay.append(rows)
+        if self.replay.size >= max(o.learning_starts, o.batch_size):
             self.owed += o.updates_per_step * self.transitions.last_steps
             if self.owed >= 1.0:
                 with context.phases("optimisation"):
-                    self._learn(int(self.owed), fraction)
+                    self._learn(int(self.owed), progress.fraction)
                 self.owed -= int(self.owed)
+        self._made += 1
+        if self._made == context.experiment.run.rollout_length:
+            self._made = 0
+            steps, episodes = self.transitions.taken()
+            progress.took(steps, episode_rows(context, episodes))
+            progress.close_update(self.report())
+        self.transitions.steps_of_all = progress.steps + self.transitions.steps
 
     def _learn(self, times: int, fraction: float) -> None:
         o, replay, learner = self.options, self.replay, self.learner

@@ -24,16 +24,27 @@ engine); what it had collected is kept or dropped, as lost_shard says, and count
 
 from __future__ import annotations
 
-from manyhands.strategies.apex import actor, learner, turns
+from manyhands.strategies.apex import turns
+from manyhands.strategies.apex.actor import Actor
+from manyhands.strategies.apex.learner import Follower, MainLearner
 from manyhands.strategies.context import Context
+from manyhands.strategies.part import Part
 from manyhands.strategies.progress import RunProgress
 
 
 def run(context: Context, progress: RunProgress) -> None:
-    by = turns if turns.fits(context) else None
-    if context.part.role == "actor":
-        turns.act(context) if by else actor.act(context)
+    if not turns.fits(context):
+        part(context, progress).run()
+    elif context.part.role == "actor":
+        turns.act(context)
     elif context.is_main:
-        turns.lead(context, progress) if by else learner.lead(context, progress)
+        turns.lead(context, progress)
     else:
-        turns.follow(context, progress) if by else learner.follow(context, progress)
+        turns.follow(context, progress)
+
+
+def part(context: Context, progress: RunProgress) -> Part:
+    """Freely."""
+    if context.part.role == "actor":
+        return Actor(context)
+    return MainLearner(context, progress) if context.is_main else Follower(context, progress)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from manyhands import trees
 from manyhands.algorithms.off_policy import OffPolicy
 from manyhands.errors import CollectiveError
 from manyhands.replay.frames import HeldFrames
@@ -12,28 +11,16 @@ from manyhands.replay.shard_writer import ShardWriter
 from manyhands.strategies import experience
 from manyhands.strategies.context import Context
 from manyhands.strategies.messages import Message, Weights, goodbye, send
+from manyhands.strategies.part import Part
 from manyhands.trees import Array
 from manyhands.types import Batch
 
 REPLAY, REPORTS = "manyhands: replay", "manyhands: reports"
 
 
-def act(context: Context) -> None:
-    """Freely: the replay's limit alone keeps it from running away from the learner."""
-    actor, weights = Actor(context), Weights(context)
-    news = weights.pull()
-    actor.begin()
-    steps = 0
-    while not context.stop:
-        steps = steps if news is None else int(news["steps"])
-        actor.append(*actor.act(steps))
-        actor.report()
-        news = weights.pull()
-    actor.leave()
-
-
-class Actor:
-    """Everything that one actor has."""
+class Actor(Part):
+    """Everything that one actor has. Freely: the replay's limit alone keeps it from running away
+    from the learner."""
 
     transitions: experience.Transitions
 
@@ -45,23 +32,38 @@ class Actor:
         )
         framed, room = experience.frames_of(context) is not None, experience.held_room
         self._held = HeldFrames(self.writer.frames, room(context)) if framed else None
+        self.weights = Weights(context)
+        self.news = self.weights.pull()
+        # Once the session is known, which decides the seeds.
+        self.stepper = self.transitions = experience.Transitions(
+            context, self._held, self.options.pull_every
+        )
+        self._hear()
 
-    def begin(self) -> None:
-        """Once the session is known, which decides the seeds."""
-        self.transitions = experience.Transitions(self.context, self._held)
+    def _hear(self) -> None:
+        """How much is explored depends on the steps of all actors."""
+        if self.news is not None:
+            self.transitions.steps_of_all = int(self.news["steps"])
 
-    def act(self, steps: int) -> tuple[Batch | None, Array | None]:
-        """Steps until it is time for newer weights; the transitions, and their first priorities.
+    def goes_on(self) -> bool:
+        return not self.context.stop
 
-        `steps` of all actors, as far as is known here, decide how much is explored.
-        """
-        context, o = self.context, self.options
-        with context.phases("rollout"):
-            rows = joined([self.transitions.step(steps) for _ in range(o.pull_every)])
-        if rows is None or not o.prioritized:
+    def update(self) -> None:
+        self.append(*self.take())
+        self.report()
+        self.pull()
+
+    def pull(self) -> None:
+        self.news = self.weights.pull()
+        self._hear()
+
+    def take(self) -> tuple[Batch | None, Array | None]:
+        """The transitions since the weights were last looked for, and their first priorities."""
+        rows = self.transitions.take()
+        if rows is None or not self.options.prioritized:
             return rows, None
-        with context.phases("first priorities"):
-            return rows, first_errors(context, self.transitions.whole(rows))
+        with self.context.phases("first priorities"):
+            return rows, first_errors(self.context, self.transitions.whole(rows))
 
     def append(self, rows: Batch | None, errors: Array | None) -> None:
         if self._held is not None:
@@ -76,7 +78,7 @@ class Actor:
         steps, episodes = self.transitions.taken()
         send(self.context, self.outbox, {}, steps=steps, episodes=episodes)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         self.writer.flush()
         goodbye(self.context, self.outbox)
         self.outbox.flush()
@@ -112,9 +114,3 @@ def first_errors(context: Context, rows: Batch) -> Array:
     assert isinstance(algorithm, OffPolicy)
     seen = rows | {"obs": see(rows["obs"]), "next_obs": see(rows["next_obs"])}
     return algorithm.td_errors(seen, own_target=True)
-
-
-def joined(parts: list[Batch]) -> Batch | None:
-    """The rows of several steps end to end; None where there are none."""
-    parts = [part for part in parts if len(part["reward"])]
-    return trees.concat(parts) if parts else None

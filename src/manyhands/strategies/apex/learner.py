@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from manyhands.strategies.apex.actor import REPLAY, REPORTS
 from manyhands.strategies.context import Context
 from manyhands.strategies.experience import ReplayLearner
 from manyhands.strategies.messages import Message, Weights
+from manyhands.strategies.part import Part
 from manyhands.strategies.progress import (
     Keeper,
     RunProgress,
@@ -29,51 +31,92 @@ from manyhands.strategies.progress import (
 from manyhands.trees import Array
 from manyhands.types import Batch
 
-
-def lead(context: Context, progress: RunProgress) -> None:
-    """The main learner, freely."""
-    weights, inbox, learner = Weights(context), ReportsInbox(), ReplayLearner(context)
-    with make_replay(context, progress, in_turns=False) as replay:
-        progress.begin(KeptReplay(context, replay))
-        replay.serve(context.worker, REPLAY)
-        context.worker.serve(REPORTS, inbox)
-        weights.publish(steps=progress.steps)
-        learned = 0
-        while progress.goes_on():
-            times = steps_of_a_round(context) if filled(context, replay) else 0
-            for _ in range(agreed(context, times)):
-                learn(context, learner, replay, progress.fraction)
-                learned += 1
-                if learned % steps_between_publications(context) == 0:
-                    weights.publish(steps=progress.steps)
-            for message in inbox._take():
-                heard(progress, replay, message)
-            progress.close_update(learner.report() | counters(replay))
-            check_learners(context)
-            if not times:
-                weights.publish(steps=progress.steps)  # how much is explored depends on them
-        finish(context, progress, weights, inbox, replay)
+_OVER = -1  # in the place of a number of gradient steps: there will be none any more
 
 
-def follow(
-    context: Context, progress: RunProgress, *, turn: int = 0, turns_of_a_round: int = 1
-) -> None:
-    """Another learner: its part of each batch comes from the main one."""
-    assert context.group is not None
-    learner = ReplayLearner(context)
-    progress.begin()
-    no_rows = learner.rows(NoRows(experience.example_row(context)))
-    while progress.goes_on():
-        for _ in range(agreed(context, 0)):
+class MainLearner(Part):
+    """Owns the replay and hears the actors; the other learners take part in its steps."""
+
+    def __init__(self, context: Context, progress: RunProgress) -> None:
+        self.context, self.progress = context, progress
+        self._weights, self._learner = Weights(context), ReplayLearner(context)
+        self._replay = make_replay(context, progress, in_turns=False)
+        # Once nobody adds rows any more, learning must not wait for them.
+        self._inbox = ReportsInbox(len(context.acting), self._replay.lift)
+        self._learned = 0
+        progress.begin(KeptReplay(context, self._replay))
+        self._replay.serve(context.worker, REPLAY)
+        context.worker.serve(REPORTS, self._inbox)
+        self._weights.publish(steps=progress.steps)
+
+    def goes_on(self) -> bool:
+        return self.progress.goes_on() and not self._inbox.all_left
+
+    def update(self) -> None:
+        context, progress, replay = self.context, self.progress, self._replay
+        if self._inbox.all_left:
+            agreed(context, _OVER)
+            return
+        there = filled(context, replay, self._inbox)
+        times = agreed(context, steps_of_a_round(context) if there else 0)
+        for _ in range(times):
+            learn(context, self._learner, replay, progress.fraction)
+            self._learned += 1
+            if self._learned % steps_between_publications(context) == 0:
+                self._weights.publish(steps=progress.steps)
+        for message in self._inbox._take():
+            heard(progress, replay, message)
+        progress.close_update(self._learner.report() | counters(replay))
+        check_learners(context)
+        if not times:
+            self._weights.publish(steps=progress.steps)  # how much is explored depends on them
+
+    def close(self) -> None:
+        finish(self.context, self.progress, self._weights, self._inbox, self._replay)
+
+    def release(self) -> None:
+        self._replay.close()
+
+
+class Follower(Part):
+    """Another learner: its part of each batch comes from the main one.
+
+    `turn` is the first of those that it learns in, so many of which are a round (turns.py).
+    """
+
+    def __init__(
+        self, context: Context, progress: RunProgress, *, turn: int = 0, turns_of_a_round: int = 1
+    ) -> None:
+        self.context, self.progress = context, progress
+        self._turn, self._turns_of_a_round = turn, turns_of_a_round
+        self._learner = ReplayLearner(context)
+        self._over = False
+        progress.begin()
+        self._no_rows = self._learner.rows(NoRows(experience.example_row(context)))
+
+    def goes_on(self) -> bool:
+        return self.progress.goes_on() and not self._over
+
+    def update(self) -> None:
+        context, progress, group = self.context, self.progress, self.context.group
+        assert group is not None
+        times = agreed(context, 0)
+        self._over = times == _OVER
+        if self._over:
+            return
+        for _ in range(times):
             with context.phases("waiting for data"):
-                rows = shared_out(no_rows, context.group)
+                rows = shared_out(self._no_rows, group)
             with context.phases("optimisation"):
-                collected(learner.learn(rows, context.across, progress.fraction), context.group)
-        turn += 1
-        if turn % turns_of_a_round == 0:
-            progress.close_update(learner.report())
+                collected(self._learner.learn(rows, context.across, progress.fraction), group)
+        self._turn += 1
+        if self._turn % self._turns_of_a_round == 0:
+            progress.close_update(self._learner.report())
             check_learners(context)
-    context.group.exchange(context.phases.totals())
+
+    def close(self) -> None:
+        assert self.context.group is not None
+        self.context.group.exchange(self.context.phases.totals())
 
 
 def learn(context: Context, learner: ReplayLearner, replay: ShardedReplay, fraction: float) -> None:
@@ -100,7 +143,7 @@ def finish(
     weights.publish(steps=progress.steps)
     missing = [rank for rank in context.acting if rank not in inbox.left]
     wait_of(context.worker)(
-        lambda: len(inbox.left) == len(context.acting),
+        lambda: inbox.all_left,
         "the end of the run",
         f"the good-bye of {', '.join(context.roles.name(rank) for rank in missing)}",
         context.worker.timeout,
@@ -136,9 +179,10 @@ def table(context: Context, replay: ShardedReplay, inbox: ReportsInbox) -> str:
 class ReportsInbox:
     """Where actors say how far they are. Calls come from another thread than the learner's."""
 
-    def __init__(self) -> None:
+    def __init__(self, senders: int, deserted: Callable[[], None] = lambda: None) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[Message] = deque()
+        self._senders, self._deserted = senders, deserted
         self.left: dict[int, Message] = {}
 
     def put(self, message: Message) -> None:
@@ -147,6 +191,13 @@ class ReportsInbox:
                 self.left[int(message["actor"])] = message
             else:
                 self._waiting.append(message)
+        if self.all_left:
+            self._deserted()
+
+    @property
+    def all_left(self) -> bool:
+        """Whether all actors have said good-bye."""
+        return len(self.left) == self._senders
 
     def _take(self) -> list[Message]:
         with self._lock:
@@ -239,21 +290,21 @@ def slack(context: Context) -> float:
     return float(max(2 * message, 2 * o.batch_size * (1 + o.prefetch)))
 
 
-def filled(context: Context, replay: ShardedReplay) -> bool:
+def filled(context: Context, replay: ShardedReplay, inbox: ReportsInbox) -> bool:
     """Whether learning can start. Until then it waits for a round's worth of rows at a time: so
     long as some come, no deadline passes, and a word to stop is heard."""
     ready, enough = ready_size(context), replay.all_size + context.experiment.run.batch
     wait = wait_of(context.worker)
     with context.phases("waiting for data"):
-        while (there := replay.all_size) < min(ready, enough):
+        while (there := replay.all_size) < min(ready, enough) and not inbox.all_left:
             needs = f"{ready:,} transitions in the replay (there are {there:,})"
-            more = partial(_larger, replay, there)
+            more = partial(_larger, replay, there, inbox)
             wait(more, "the start of learning", needs, context.worker.timeout)
     return replay.all_size >= ready
 
 
-def _larger(replay: ShardedReplay, than: int) -> bool:
-    return replay.all_size > than
+def _larger(replay: ShardedReplay, than: int, inbox: ReportsInbox) -> bool:
+    return replay.all_size > than or inbox.all_left
 
 
 def steps_of_a_round(context: Context) -> int:

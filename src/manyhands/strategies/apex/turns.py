@@ -48,15 +48,14 @@ def turns_of_a_round(context: Context) -> int:
 
 
 def act(context: Context) -> None:
-    actor, weights, clock = Actor(context), Weights(context), Signs(context)
+    actor, clock = Actor(context), Signs(context)
     service = actor.outbox.service
-    news = weights.pull()
-    actor.begin()
-    resume_from(actor, weights, service.call("state_of", context.rank, context.restarts), news)
-    turn, steps = clock.turn, 0
+    resume_from(actor, service.call("state_of", context.rank, context.restarts))
+    turn = clock.turn
     while not clock.over():
-        steps = steps if news is None else int(news["steps"])
-        rows = actor.act(steps)
+        with context.phases("rollout"):
+            actor.transitions.fill()
+        rows = actor.take()
         with context.phases("waiting for room"):
             while clock.learned < turn:
                 clock.next()
@@ -71,8 +70,8 @@ def act(context: Context) -> None:
                 clock.next()
                 if clock.asked == turn:
                     service.call("keep", state_of(actor))
-        news = weights.pull()
-    actor.leave()
+        actor.pull()
+    actor.close()
 
 
 def state_of(actor: Actor) -> dict[str, Any]:
@@ -85,16 +84,14 @@ def state_of(actor: Actor) -> dict[str, Any]:
     } | process_state(context)
 
 
-def resume_from(
-    actor: Actor, weights: Weights, state: dict[str, Any] | None, news: dict[str, Any] | None
-) -> None:
+def resume_from(actor: Actor, state: dict[str, Any] | None) -> None:
     """Continue the episodes of a checkpoint; without one, begin new ones."""
     if state is None:
         return
     context = actor.context
     context.normaliser.load_training_state(state["normaliser"])
-    if news is not None:
-        weights.take(news)
+    if actor.news is not None:
+        actor.weights.take(actor.news)
     notes = actor.transitions.load_state(state["experience"])
     load_process_state(context, state)
     if notes:
@@ -129,7 +126,8 @@ def lead(context: Context, progress: RunProgress) -> None:
     """The main learner."""
     weights, learner = Weights(context), ReplayLearner(context)
     kept = None if progress.resumed is None else progress.resumed["turns"]
-    inbox = TurnsInbox({} if kept is None else {int(s["actor"]): s for s in kept["actors"]})
+    states = {} if kept is None else {int(s["actor"]): s for s in kept["actors"]}
+    inbox = TurnsInbox(len(context.acting), states)
     with apex.make_replay(context, progress, in_turns=True) as replay:
         clock = Clock(context, inbox)
         progress.begin(apex.KeptReplay(context, replay, clock))
@@ -155,7 +153,7 @@ def follow(context: Context, progress: RunProgress) -> None:
     """Another learner."""
     kept = None if progress.resumed is None else progress.resumed["turns"]
     turn = 0 if kept is None else int(kept["turn"])
-    apex.follow(context, progress, turn=turn, turns_of_a_round=turns_of_a_round(context))
+    apex.Follower(context, progress, turn=turn, turns_of_a_round=turns_of_a_round(context)).run()
 
 
 def hear(
@@ -226,8 +224,8 @@ class TurnsInbox(apex.ReportsInbox):
     """Messages by actor, and the states of actors: those to resume from, and those that were asked
     for."""
 
-    def __init__(self, resumed: dict[int, Any]) -> None:
-        super().__init__()
+    def __init__(self, senders: int, resumed: dict[int, Any]) -> None:
+        super().__init__(senders)
         self._resumed = resumed
         self._by_actor: dict[int, deque[Message]] = {}
         self._kept: dict[int, Any] = {}
