@@ -65,6 +65,13 @@ def build_normaliser(experiment: Experiment, observation_space: Any) -> Normalis
     )
 
 
+def network_line(experiment: Experiment) -> str:
+    """A network of the user's own in one line: its name, what it is taken for, its size."""
+    from manyhands.networks.own import described
+
+    return described(experiment, build_model(experiment, *spaces_of(experiment.run)))
+
+
 def save_policy(folder: Path, model: ActorCritic, normaliser: Normaliser) -> None:
     """Write the whole file or none of it."""
     from safetensors.numpy import save
@@ -112,8 +119,7 @@ class Policy:
         """Actions for observations [N, ...]."""
         parameters = self._parameters(self._seen(observations)).numpy()
         if deterministic:
-            size = self.model.policy_out.out_features  # a Gaussian's deviations come after
-            chosen = mode(self.model.head, parameters[:, :size])
+            chosen = mode(self.model.head, parameters)
         else:
             chosen, _ = sample(self.model.head, parameters, self._rng)
         return self._to_env(chosen)

@@ -22,7 +22,7 @@ from manyhands.experiment.metrics import Returns
 from manyhands.experiment.progress import Progress
 from manyhands.experiment.report_lines import end_table, number, start_table
 from manyhands.experiment.sinks import make_sinks
-from manyhands.policy import save_policy
+from manyhands.policy import network_line, save_policy
 
 KEEP_SECONDS = 10.0  # between two writings of the policy
 EPISODES = 100  # a run is solved by the mean return of so many finished episodes
@@ -77,6 +77,8 @@ class Records:
         if main:
             facts: dict[str, Any] = {"threads": threads, "device": device}
             facts["run_dir"] = self.folder.path
+            if run.network and not run.quiet:
+                facts["network"] = network_line(experiment)
             if resumed is not None:
                 facts["resumed"] = f"at step {number(self._resumed_steps)}"
             self.progress.say(start_table(experiment, facts))

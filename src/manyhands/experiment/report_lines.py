@@ -15,8 +15,8 @@ def start_table(experiment: Experiment, facts: Mapping[str, Any]) -> str:
 
     Args:
         experiment: what will run.
-        facts: what only the run knows: "threads" per process, "device", "run_dir"; any other
-            fact gets a row of its own under its name.
+        facts: what only the run knows: "threads" per process, "device", "network" (the user's
+            own), "run_dir"; any other fact gets a row of its own under its name.
     """
     run = experiment.run
     facts = dict(facts)
@@ -24,6 +24,7 @@ def start_table(experiment: Experiment, facts: Mapping[str, Any]) -> str:
         "training": f"{experiment.spec.name} on {run.env}, seed {run.seed}",
         "workers": _workers(experiment, facts.pop("threads", None)),
         "device": str(facts.pop("device", run.device)),
+        **({"network": str(facts.pop("network"))} if "network" in facts else {}),
         "batch": _batch(experiment),
         "updates": _updates(experiment),
     }

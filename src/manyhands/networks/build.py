@@ -7,7 +7,8 @@ Separate trunks by default; one shared trunk for images, where the encoder is ne
 
 Encoders: Box of floats or whole numbers -> flat vector; Box of bytes with three dimensions ->
 image; Discrete and MultiDiscrete -> one-hot; MultiBinary -> vector; Dict -> its parts end to end,
-keys sorted. Each knows how to encode torch tensors and, without convolutions, numpy arrays.
+keys sorted. Each knows how to encode torch tensors and, without convolutions, numpy arrays. None
+asks for the number of rows, which an exporter would write down as a constant.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from manyhands import trees
 from manyhands.errors import ConfigError
@@ -42,7 +42,7 @@ class VectorEncoder(nn.Module):
         self.features = math.prod(shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.to(torch.float32).reshape(len(x), self.features)
+        return x.to(torch.float32).reshape(-1, self.features)
 
     def encode(self, x: Array) -> Array:
         return np.asarray(x, np.float32).reshape(len(x), self.features)
@@ -57,9 +57,12 @@ class OneHotEncoder(nn.Module):
         self.features = sum(self.sizes)
 
     def forward(self, x: Tensor) -> Tensor:
-        columns = x.reshape(len(x), len(self.sizes)).long().unbind(-1)
+        columns = x.reshape(-1, len(self.sizes)).unbind(-1)
         parts = zip(columns, self.sizes, self.starts, strict=True)
-        codes = [functional.one_hot(column - start, n) for column, n, start in parts]
+        codes = [
+            (column.unsqueeze(-1) - start) == torch.arange(n, device=x.device)
+            for column, n, start in parts
+        ]
         return torch.cat(codes, -1).to(torch.float32)
 
     def encode(self, x: Array) -> Array:

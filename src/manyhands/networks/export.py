@@ -13,7 +13,7 @@ import importlib.util
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +23,16 @@ from torch import Tensor, nn
 
 from manyhands.envs.spaces import zeros
 from manyhands.errors import ConfigError, needs
-from manyhands.networks.build import DictEncoder, Encoder, OneHotEncoder, VectorEncoder
-from manyhands.networks.own import OwnEncoder
 
 if TYPE_CHECKING:
     from manyhands.policy import Policy
 
 _CLIP = 10.0  # as RunningStats.normalise
 _EXAMPLE_ROWS = 2  # 1 would be taken for a constant
+_FIXED_ROWS = (
+    "the network cannot be exported for any number of rows: it takes the number that it is shown "
+    "for a constant; in forward, write -1 or x.shape[0] where it says len(x) or int(...)"
+)
 
 
 def export(policy: Policy, path: Path) -> Path:
@@ -78,10 +80,9 @@ class DeterministicPolicy(nn.Module):
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self._space = policy.observation_space
-        model = copy.deepcopy(policy.model).requires_grad_(False)
-        self.encoder: Any = model.policy_encoder
-        self.trunk, self.out, self.head = model.policy_trunk, model.policy_out, model.head
-        self.keys = getattr(self.encoder, "keys", []) or ["observation"]
+        self.model = copy.deepcopy(policy.model).requires_grad_(False)
+        self.several = type(self._space).__name__ == "Dict"
+        self.keys = sorted(self._space) if self.several else ["observation"]
         stats = policy.normaliser.obs
         self.normalised = stats is not None
         if stats is not None:
@@ -101,21 +102,16 @@ class DeterministicPolicy(nn.Module):
 
     def forward(self, *parts: Tensor) -> Tensor:
         if self.normalised:
-            seen = (parts[0].to(torch.float32) - self.offset) * self.scale
-            parts = (seen.clamp(-_CLIP, _CLIP),)
-        features = self.trunk(_encoded(self.encoder, parts))
-        return self._bounded(self._mode(self.out(features)))
+            scaled = (parts[0].to(torch.float32) - self.offset) * self.scale
+            parts = (scaled.clamp(-_CLIP, _CLIP),)
+        seen: Any = dict(zip(self.keys, parts, strict=True)) if self.several else parts[0]
+        return self._bounded(self.model.head.mode(self.model.policy(seen)))
 
-    def examples(self) -> tuple[Tensor, ...]:
+    def examples(self, rows: int = _EXAMPLE_ROWS) -> tuple[Tensor, ...]:
         """Observations that show the exporter shapes and dtypes."""
-        room = zeros(self._space, (_EXAMPLE_ROWS,))
+        room = zeros(self._space, (rows,))
         arrays = [room[key] for key in self.keys] if isinstance(room, dict) else [room]
         return tuple(torch.from_numpy(array) for array in arrays)
-
-    def _mode(self, outputs: Tensor) -> Tensor:
-        if self.bounds == "none":
-            return self.head.mode(outputs)
-        return outputs.reshape(-1, *self.head.action_shape)  # the means: deviations are not asked
 
     def _bounded(self, actions: Tensor) -> Tensor:
         if self.bounds == "scale":
@@ -128,35 +124,15 @@ class DeterministicPolicy(nn.Module):
         self.register_buffer(name, torch.from_numpy(np.array(values)))
 
 
-def _encoded(encoder: Encoder | OwnEncoder, parts: tuple[Tensor, ...]) -> Tensor:
-    """What `encoder(observation)` gives.
-
-    WHY again: the encoders ask for len(x), which an exporter would write down as a constant; -1
-    leaves the number of rows open.
-    """
-    if isinstance(encoder, DictEncoder):
-        pairs = zip(encoder.parts, parts, strict=True)
-        return torch.cat([_encoded(part, (x,)) for part, x in pairs], -1)  # type: ignore[arg-type]
-    if isinstance(encoder, OwnEncoder) and encoder.keys:
-        together: Tensor = encoder(dict(zip(encoder.keys, parts, strict=True)))
-        return together
-    (x,) = parts
-    if isinstance(encoder, VectorEncoder):
-        return x.to(torch.float32).reshape(-1, encoder.features)
-    if isinstance(encoder, OneHotEncoder):
-        columns = x.reshape(-1, len(encoder.sizes)).unbind(-1)
-        codes = [
-            (column.unsqueeze(-1) - start) == torch.arange(n)
-            for column, n, start in zip(columns, encoder.sizes, encoder.starts, strict=True)
-        ]
-        return torch.cat(codes, -1).to(torch.float32)
-    features: Tensor = encoder(x)
-    return features
-
-
 def _write_torchscript(graph: DeterministicPolicy, examples: tuple[Tensor, ...], to: Path) -> None:
     with torch.no_grad():
-        torch.jit.trace(graph, examples).save(str(to))  # type: ignore[no-untyped-call]
+        traced = torch.jit.trace(graph, examples)  # type: ignore[no-untyped-call]
+        more = graph.examples(_EXAMPLE_ROWS + 1)
+        with suppress(RuntimeError):  # whatever torch has to say of shapes that do not fit
+            if torch.equal(traced(*more), graph(*more)):
+                traced.save(str(to))
+                return
+    raise ConfigError(_FIXED_ROWS)
 
 
 def _write_onnx(graph: DeterministicPolicy, examples: tuple[Tensor, ...], to: Path) -> None:
@@ -164,12 +140,20 @@ def _write_onnx(graph: DeterministicPolicy, examples: tuple[Tensor, ...], to: Pa
         if importlib.util.find_spec(package) is None:
             raise needs(package, "onnx")
     rows = torch.export.Dim("rows")
+    shapes = (tuple({0: rows} for _ in examples),)
+    try:
+        # Not left to torch.onnx.export: that goes on with a constant number of rows, and in silence.
+        exported = torch.export.export(graph, examples, dynamic_shapes=shapes, strict=False)
+    except Exception as error:  # a network of the user's own may do anything
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        fixed = "Constraints violated" in str(error)
+        raise ConfigError(
+            _FIXED_ROWS if fixed else f"the network cannot be exported: {what}"
+        ) from error
     program = torch.onnx.export(
-        graph,
-        examples,
+        exported,
         input_names=list(graph.keys),
         output_names=["action"],
-        dynamic_shapes=(tuple({0: rows} for _ in examples),),
         dynamo=True,
         verbose=False,
     )

@@ -59,17 +59,19 @@ def sample(head: Any, parameters: Array, rng: np.random.Generator) -> tuple[Arra
     raise ConfigError(f"no numpy sampling for {type(head).__name__}")
 
 
-def mode(head: Any, outputs: Array) -> Array:
-    """The likeliest action per row; `outputs` are logits, or the means of a Gaussian."""
+def mode(head: Any, parameters: Array) -> Array:
+    """The likeliest action per row."""
     if isinstance(head, Categorical):
-        return np.asarray(outputs.argmax(axis=1) + head.start)
+        return np.asarray(parameters.argmax(axis=1) + head.start)
     if isinstance(head, MultiCategorical):
-        parts = zip(head.parts, _split(head, outputs), strict=True)
+        parts = zip(head.parts, _split(head, parameters), strict=True)
         columns = [logits.argmax(axis=1) + part.start for part, logits in parts]
         return np.stack(columns, axis=-1).reshape(-1, *head.action_shape)
     if isinstance(head, Bernoulli):
-        outputs = (outputs > 0).astype(np.int8)
-    return outputs.reshape(-1, *head.action_shape)
+        parameters = (parameters > 0).astype(np.int8)
+    elif isinstance(head, DiagonalGaussian):
+        parameters = parameters[:, : head.size]  # the means
+    return parameters.reshape(-1, *head.action_shape)
 
 
 def _sample_categorical(
