@@ -107,14 +107,14 @@ def test_every_row_names_what_is_there(strategy: StrategySpec) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"overlap": True}, "overlap=True is for strategy gather, and this is single; type: "
-         "--strategy gather"),
+        ({"overlap": True}, "overlap is for strategy gather, and this is single; type: "
+         "--strategy gather, or leave --overlap out"),
         ({"overlap": True, "strategy": "gather"}, "overlap needs one worker that learns and others "
          "that act, and has 1; type: --workers 2, or more"),
         ({"learners": 2}, "learners=2 is for strategies apex and actor_learner, and this is "
-         "single; type: --strategy apex or actor_learner"),
-        ({"pushes": 4}, "pushes=4 is for strategy gradient_server, and this is single; type: "
-         "--strategy gradient_server"),
+         "single; leave --learners out"),
+        ({"pushes": 4}, "pushes=4 is for strategy gradient_server, and this is single; leave "
+         "--pushes out"),
     ],
 )  # fmt: skip
 def test_options_of_another_strategy_are_refused(options: dict[str, Any], said: str) -> None:
