@@ -42,7 +42,7 @@ def test_roles_that_cannot_be(text: str, words: str) -> None:
 
 def test_roles_and_workers_must_agree(tmp_path: object) -> None:
     with pytest.raises(ConfigError, match=r"are 4 workers, and -n says 3.*type: -n 4"):
-        cli.main(["--roles", "actor=2,learner=2", "-n", "3", "nothing.py"])
+        cli.launch(["--roles", "actor=2,learner=2", "-n", "3", "nothing.py"])
 
 
 def test_parts_of_a_training_run() -> None:

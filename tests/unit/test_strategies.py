@@ -105,16 +105,38 @@ def test_every_row_names_what_is_there(strategy: StrategySpec) -> None:
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "options", "actors", "batch"),
+    [
+        ("ppo", {"workers": 4}, 4, 24 * 10),
+        ("ppo", {"workers": 4, "strategy": "gather"}, 4, 24 * 10),
+        ("ppo", {"workers": 4, "strategy": "gather", "overlap": True}, 3, 24 * 10),
+        ("a2c", {"workers": 4, "strategy": "gradient_server", "pushes": 2}, 3, 2 * 8 * 10),
+        ("a2c", {"workers": 6, "strategy": "gradient_server", "pushes": 2, "reducers": 2}, 3,
+         2 * 8 * 10),
+        ("impala", {"workers": 4}, 3, 3 * 8 * 10),
+        ("impala", {"workers": 5, "learners": 2, "unrolls": 4}, 3, 4 * 8 * 10),
+        ("impala", {"workers": 1}, 1, 24 * 10),
+        ("dqn", {"workers": 4}, 3, 24 * 10),
+        ("ppo", {"workers": 4, "collect": "episodes", "batch_steps": 500}, 4, 500),
+    ],
+)  # fmt: skip
+def test_batch_arithmetic(algorithm: str, options: dict[str, Any], actors: int, batch: int) -> None:
+    """docs/concepts/batch-arithmetic.md has the formulas."""
+    run = build(algorithm, env="CartPole-v1", num_envs=24, rollout_length=10, **options).run
+    assert (run.actors, run.batch) == (actors, batch)
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"overlap": True}, "overlap=True is for strategy gather, and this is single; type: "
-         "--strategy gather"),
+        ({"overlap": True}, "overlap is for strategy gather, and this is single; type: "
+         "--strategy gather, or leave --overlap out"),
         ({"overlap": True, "strategy": "gather"}, "overlap needs one worker that learns and others "
          "that act, and has 1; type: --workers 2, or more"),
         ({"learners": 2}, "learners=2 is for strategies apex and actor_learner, and this is "
-         "single; type: --strategy apex or actor_learner"),
-        ({"pushes": 4}, "pushes=4 is for strategy gradient_server, and this is single; type: "
-         "--strategy gradient_server"),
+         "single; leave --learners out"),
+        ({"pushes": 4}, "pushes=4 is for strategy gradient_server, and this is single; leave "
+         "--pushes out"),
     ],
 )  # fmt: skip
 def test_options_of_another_strategy_are_refused(options: dict[str, Any], said: str) -> None:

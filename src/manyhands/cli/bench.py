@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 
-from manyhands import bench
+from manyhands import bench as benchmarks
 from manyhands.errors import ConfigError
 
 HELP = """usage: manyhands bench NAME [--json FILE] [options of NAME]
@@ -17,16 +17,20 @@ Measure it on this machine. `manyhands bench NAME --help` teaches each:
 """
 
 
-def main(argv: list[str]) -> int:
+def bench(argv: list[str]) -> int:
     """0 also when a claim fails: a benchmark reports, it does not judge the machine."""
     if argv and argv[0] not in ("-h", "--help"):
         return _run(argv[0], argv[1:])
-    print(HELP.format(rows="\n".join(f"  {n:<12} {bench.summary(n)}" for n in bench.names())))
+    print(
+        HELP.format(
+            rows="\n".join(f"  {n:<12} {benchmarks.summary(n)}" for n in benchmarks.names())
+        )
+    )
     return 0 if argv else 2
 
 
 def _run(name: str, argv: list[str]) -> int:
-    benchmark = bench.find(name)
+    benchmark = benchmarks.find(name)
     parser = argparse.ArgumentParser(
         prog=f"manyhands bench {name}",
         description=benchmark.__doc__,

@@ -30,7 +30,7 @@ PACKAGES = {
 _NEEDS = {"ray": "ray", "mpi": "mpi4py", "torch": "torch"}
 
 
-def main(argv: list[str]) -> int:
+def doctor(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="manyhands doctor",
         description="Look at this machine and run a two-worker test of each engine found.",
@@ -104,4 +104,4 @@ def probe() -> list[Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(doctor(sys.argv[1:]))

@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: list[str]) -> int:
+def launch(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     workers = options.workers
     if workers is None:

@@ -25,6 +25,8 @@ COMMANDS = {
     "support": "what runs with what: algorithms, strategies, engines",
     "bench": "measure it on this machine",
 }
+# Where a command is, if not in a file of its own name
+_FILES = {"resume": "train", "evaluate": "view", "video": "view", "plot": "view", "report": "view"}
 
 HELP = """manyhands: run a reinforcement-learning job on everything you have
 
@@ -139,8 +141,8 @@ def _run(command: str, argv: list[str]) -> int:
     with contextlib.suppress(FileNotFoundError):  # of a shell whose folder was removed
         if os.getcwd() not in sys.path:  # for what is one's own, as `python -m` has it
             sys.path.append(os.getcwd())
-    module = importlib.import_module(f"manyhands.cli.{command}")
-    code: int = module.main(argv)
+    module = importlib.import_module(f"manyhands.cli.{_FILES.get(command, command)}")
+    code: int = getattr(module, command)(argv)
     return code
 
 

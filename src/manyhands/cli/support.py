@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from manyhands.support import ALGORITHMS, ENGINES, LAUNCHERS, OK, PARTS, STRATEGIES
 
 
-def main(argv: list[str]) -> int:
+def support(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="manyhands support", description="What runs with what, and why not with the rest."
     )

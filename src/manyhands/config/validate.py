@@ -106,15 +106,19 @@ def _names_faults(experiment: Experiment) -> Iterator[str]:
 
 def _strategy_faults(experiment: Experiment) -> Iterator[str]:
     run, strategy = experiment.run, experiment.strategy
-    if support.cells_of(experiment.spec).get(strategy) != support.OK:
+    fitting = support.strategies_of(experiment.algorithm)
+    if strategy not in fitting:
         return  # refused already: the parts in it do not matter
     for f in dataclasses.fields(run):
         value, whose = getattr(run, f.name), strategies.with_option(f.name)
         if f.name in _DIVIDING and value != f.default and strategy not in whose:
+            given = f.name if value is True else f"{f.name}={value}"
             many = "strategies" if len(whose) > 1 else "strategy"
+            others = [name for name in whose if name in fitting]
             yield (
-                f"{f.name}={value} is for {many} {in_words(whose)}, and this is {strategy}; type: "
-                f"--strategy {in_words(whose, 'or')}"
+                f"{given} is for {many} {in_words(whose)}, and this is {strategy}; "
+                + (f"type: --strategy {in_words(others, 'or')}, or " if others else "")
+                + f"leave --{f.name} out"
             )
     yield from experiment.strategy_spec.faults(experiment)
 

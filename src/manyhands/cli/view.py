@@ -1,0 +1,270 @@
+"""`manyhands evaluate`, `video`, `plot`, `report`: look at what a run has left."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from manyhands.errors import ConfigError
+
+
+def _parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"manyhands {command}",
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+# -- evaluate --------------------------------------------------------------------------------------
+
+_EVALUATE = """Play episodes with the policy of a run, and say how it did.
+
+Episode i always begins from the same seed, which training has never used: the same command gives
+the same answer, and more episodes begin with the same ones. Every episode that is begun is played
+to its end, so that short ones count no more than long ones.
+"""
+
+_EVALUATE_EXAMPLES = """examples:
+  manyhands evaluate runs/CartPole-v1/ppo-allreduce/1-20250101-120000
+  manyhands evaluate RUN --episodes 1000 --seed 7        other episodes, and more of them
+  manyhands evaluate RUN --stochastic                    act as in training, by chance
+  manyhands evaluate RUN --json | jq .mean_return        for programs
+"""
+
+
+def evaluate(argv: list[str]) -> int:
+    parser = _parser("evaluate", _EVALUATE, _EVALUATE_EXAMPLES)
+    parser.add_argument("dir", metavar="DIR", help="folder of a run")
+    parser.add_argument("--episodes", type=int, default=100, metavar="N", help="(default: 100)")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="root of the episodes' seeds (default: the run's)"
+    )
+    parser.add_argument(
+        "--stochastic", action="store_true", help="draw actions from the policy, as in training"
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        default=0,
+        metavar="N",
+        help="cut episodes after N steps, where the environment has no end of its own (default: 0, "
+        "never)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, and nothing else")
+    options = parser.parse_args(argv)
+    if options.episodes < 1:
+        raise ConfigError(f"--episodes {options.episodes}: at least 1 is needed")
+    if options.max_length < 0:
+        raise ConfigError(f"--max-length {options.max_length}: 0 (no limit) or more is needed")
+    from manyhands.viewing import evaluation
+
+    progress = _Progress(options.episodes)
+    found = evaluation.evaluate(
+        options.dir,
+        options.episodes,
+        seed=options.seed,
+        deterministic=not options.stochastic,
+        max_length=options.max_length,
+        tell=progress.tell if sys.stderr.isatty() else None,
+    )
+    progress.close()
+    print(json.dumps(found.record()) if options.json else found.table())
+    return 0
+
+
+class _Progress:
+    """One line on standard error, rewritten at most five times a second."""
+
+    def __init__(self, episodes: int) -> None:
+        self._episodes, self._last, self._open = episodes, time.perf_counter(), False
+
+    def tell(self, ended: int, mean: float) -> None:
+        now = time.perf_counter()
+        if now - self._last > 0.2:
+            self._last, self._open = now, True
+            sys.stderr.write(f"\r\x1b[K{ended} of {self._episodes} episodes  return {mean:.2f}")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        if self._open:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+# -- video -----------------------------------------------------------------------------------------
+
+_VIDEO = """Film the policy of a run. No screen is needed.
+
+The film is an MP4 that every browser plays (H.264), or with --gif a GIF, written into the folder of
+the run unless --out says where. Its episodes are neither training's nor those of `evaluate`.
+"""
+
+_VIDEO_EXAMPLES = """examples:
+  manyhands video runs/CartPole-v1/ppo-allreduce/1-20250101-120000
+  manyhands video RUN --gif --out cartpole.gif
+  manyhands video RUN --episodes 3 --seed 7 --fps 15     three others, at half the speed
+"""
+
+
+def video(argv: list[str]) -> int:
+    parser = _parser("video", _VIDEO, _VIDEO_EXAMPLES)
+    parser.add_argument("dir", metavar="DIR", help="folder of a run")
+    parser.add_argument("--gif", action="store_true", help="a GIF instead of an MP4")
+    parser.add_argument(
+        "--out", metavar="FILE", help="FILE.mp4 or FILE.gif (default: video.mp4 in DIR)"
+    )
+    parser.add_argument(
+        "--episodes", type=int, default=1, metavar="N", help="one after the other (default: 1)"
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="root of the episodes' seeds (default: the run's)"
+    )
+    parser.add_argument(
+        "--fps",
+        type=float,
+        default=0.0,
+        metavar="N",
+        help="pictures a second (default: what the environment says)",
+    )
+    parser.add_argument(
+        "--stochastic", action="store_true", help="draw actions from the policy, as in training"
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        default=0,
+        metavar="N",
+        help="cut episodes after N steps (default: 0, never)",
+    )
+    options = parser.parse_args(argv)
+    _check_video(options)
+    from manyhands.viewing.video import film, go_headless
+
+    go_headless()  # before the environment is made for the first time
+    from manyhands.policy import load
+
+    policy = load(options.dir)
+    path = Path(options.out or Path(options.dir) / f"video.{'gif' if options.gif else 'mp4'}")
+    played = film(
+        policy,
+        path,
+        episodes=options.episodes,
+        seed=options.seed,
+        fps=options.fps,
+        deterministic=not options.stochastic,
+        max_length=options.max_length,
+    )
+    for i, episode in enumerate(played):
+        print(f"episode {i}: return {episode.total:.2f}, {len(episode.actions)} steps")
+    print(f"written to {path} ({path.stat().st_size / 1e6:.2f} MB)")
+    return 0
+
+
+def _check_video(options: argparse.Namespace) -> None:
+    if options.episodes < 1:
+        raise ConfigError(f"--episodes {options.episodes}: at least 1 is needed")
+    if options.fps < 0:
+        raise ConfigError(f"--fps {options.fps}: a positive number is needed")
+    if options.max_length < 0:
+        raise ConfigError(f"--max-length {options.max_length}: 0 (no limit) or more is needed")
+    if options.gif and options.out and Path(options.out).suffix != ".gif":
+        raise ConfigError(f"--gif and --out {options.out}: give a name that ends in .gif")
+
+
+# -- plot ------------------------------------------------------------------------------------------
+
+_PLOT = """Draw learning curves: against environment steps, and against time.
+
+Runs that differ in nothing but their seed become one curve: the mean over seeds, a band of one
+standard deviation over them, and a thin line for each. Runs that differ in anything else are curves
+of their own, and the legend says in what. A single run's band is the deviation of its episodes.
+"""
+
+_PLOT_EXAMPLES = """examples:
+  manyhands plot runs/CartPole-v1/ppo-allreduce/*             all seeds as one curve
+  manyhands plot runs/CartPole-v1/*/* --out cartpole.pdf      strategies compared, for a paper
+  manyhands plot RUN --metric entropy --x steps               any column of metrics.csv
+"""
+
+
+def plot(argv: list[str]) -> int:
+    parser = _parser("plot", _PLOT, _PLOT_EXAMPLES)
+    parser.add_argument("dirs", metavar="DIR", nargs="+", help="folders of runs, finished or not")
+    parser.add_argument(
+        "--x",
+        choices=("steps", "time", "both"),
+        default="both",
+        help="what to draw against (default: both, side by side)",
+    )
+    parser.add_argument(
+        "--metric",
+        default="return",
+        metavar="NAME",
+        help="return (default), or a name of metrics.jsonl",
+    )
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=100,
+        metavar="N",
+        help="episodes in the rolling mean of returns (default: 100)",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="FILE.png, .svg or .pdf (default: curves.png, in DIR if there is one DIR)",
+    )
+    options = parser.parse_args(argv)
+    from manyhands.viewing import curves
+    from manyhands.viewing.runs import read_run
+
+    runs = [read_run(path) for path in options.dirs]
+    name = "curves.png" if options.metric == "return" else f"{options.metric.replace('/', '-')}.png"
+    out = Path(options.out or (runs[0].path / name if len(runs) == 1 else name))
+    curves.plot(runs, out, x=options.x, metric=options.metric, window=options.window)
+    print(f"written to {out}")
+    return 0
+
+
+# -- report ----------------------------------------------------------------------------------------
+
+_REPORT = """Write one HTML page about a run: numbers, learning curves, measures, maps of policy
+and value over the states, an episode and its film, where the time went, workers, events, how to
+repeat it.
+
+Everything is inside the file: it can be sent, and opened without a network. Runs that failed or go
+on get a page, too. More folders are compared with the first one: in the curves, and in the table of
+times by number of workers.
+"""
+
+_REPORT_EXAMPLES = """examples:
+  manyhands report runs/CartPole-v1/ppo-allreduce/1-20250101-120000
+  manyhands report RUN-WITH-1-WORKER RUN-WITH-2 RUN-WITH-4 --out scaling.html
+"""
+
+
+def report(argv: list[str]) -> int:
+    parser = _parser("report", _REPORT, _REPORT_EXAMPLES)
+    parser.add_argument(
+        "dirs", metavar="DIR", nargs="+", help="folder of the run, and of others to compare"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE.html", help="(default: report.html in the first DIR)"
+    )
+    parser.add_argument("--no-video", action="store_true", help="no film of an episode")
+    options = parser.parse_args(argv)
+    if options.out and Path(options.out).suffix not in (".html", ".htm"):
+        raise ConfigError(f"--out {options.out}: give a name that ends in .html")
+    from manyhands.viewing.video import go_headless
+
+    go_headless()  # before the environment is made for the first time
+    from manyhands.viewing.report import write_report
+
+    path = write_report(options.dirs, options.out, video=not options.no_video)
+    print(f"written to {path} ({path.stat().st_size / 1e6:.2f} MB)")
+    return 0
