@@ -43,7 +43,7 @@ class Explorer(Protocol):
 
     @property
     def reach(self) -> float:
-        """How far it goes from the policy just now, in the mean: ε, or σ. To be reported."""
+        """How far it goes from the policy now, on average: ε, or σ. To be reported."""
         ...
 
     def state(self) -> dict[str, Any]: ...
@@ -88,7 +88,7 @@ class OffPolicy(Algorithm):
 
     @abstractmethod
     def move(self, grad: torch.Tensor, progress: float) -> Info:
-        """One step of each optimiser; what is to be told of it."""
+        """One step of each optimiser; what is to be reported of it."""
 
     # -- the learner step ------------------------------------------------------------------------
 

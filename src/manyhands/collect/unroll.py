@@ -115,7 +115,7 @@ class UnrollCollector:
         return self._into_episodes(whole, start, version) if self._whole else [_owned(whole)]
 
     def carry(self, steps: int) -> None:
-        """Steps that nobody has been told of yet: no unroll was ready to go."""
+        """Steps that have not been reported yet: no unroll was ready to go."""
         self._carried = steps
 
     def _start(self) -> bool:

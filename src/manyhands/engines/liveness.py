@@ -107,7 +107,7 @@ class HowFar:
         self.others = [r for r in range(len(ranks)) if r != rank]
         self._ranks, self._rank, self._store = ranks, rank, store
         self._name = name  # a worker's groups count their steps apart
-        self._step = self._told = 0
+        self._step = self._published = 0
 
     def step(self) -> None:
         self._step += 1
@@ -115,8 +115,8 @@ class HowFar:
             self.board.set_text(self._ranks[self._rank], "call", f"{self._step}:{self._name}")
 
     def tell(self) -> None:
-        if self.board is None and self._store is not None and self._told < self._step:
-            self._told = self._step
+        if self.board is None and self._store is not None and self._published < self._step:
+            self._published = self._step
             with contextlib.suppress(RuntimeError):  # the store's holder is gone; gloo will say so
                 self._store.set(f"waits{self._name}/{self._rank}", str(self._step))
 

@@ -133,11 +133,11 @@ def _duplicate(mpi: Any, timeout: float) -> Any:
 
 class MpiWorker(process.ProcessWorker):
     def __init__(self, place: Place, timeout: float, board: Board | None, transport: MpiTransport,
-                 hosts: Sequence[str], farewell: Any) -> None:  # fmt: skip
+                 hosts: Sequence[str], at_the_end: Any) -> None:  # fmt: skip
         self._mpi = transport.mpi
         # WHY a communicator for the end alone: after a call that was given up, the others count
         # their calls differently, and a barrier among them would meet something else.
-        self._farewell = farewell
+        self._at_the_end = at_the_end
         self._failed = False
         atexit.register(self._leave)  # before `close` is registered: runs after it
         super().__init__(place, timeout, board)
@@ -166,7 +166,7 @@ class MpiWorker(process.ProcessWorker):
         if self._failed:
             self.abandon()
         patience, board, everyone = Patience(0.0), self.board, range(self.place.size)
-        request = self._farewell.Ibarrier()
+        request = self._at_the_end.Ibarrier()
         while not request.Test():
             if not patience.pause() or board is None:
                 continue

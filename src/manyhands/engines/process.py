@@ -57,7 +57,7 @@ class ProcessWorker(Worker):
 
     @property
     def restarts(self) -> int:
-        return int(os.environ.get("MANYHANDS_LIFE", "0"))
+        return int(os.environ.get("MANYHANDS_RESTARTS", "0"))
 
     def main_has_left(self) -> bool:
         return self.board is not None and self.board.state(0) == DONE

@@ -173,7 +173,7 @@ def _watch_baton(world: inline.World, board: Board) -> None:
 
 
 def _return(rank: int, value: Any) -> None:
-    """Hand the function's value to the launcher, if it asked for one and is on this host."""
+    """Give the function's value to the launcher, if it asked for one and is on this host."""
     places = os.environ.get("MANYHANDS_RESULTS", "")
     if places and value is not None:
         with open(places.split(",")[rank], "r+b") as file:

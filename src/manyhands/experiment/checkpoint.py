@@ -250,13 +250,13 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 def _checked(file: Path, manifest: Mapping[str, Any]) -> bytes:
     """The bytes of a file, once they are those that were written."""
-    told = manifest["files"].get(file.name)
-    if told is None:
+    written = manifest["files"].get(file.name)
+    if written is None:
         raise Damaged(f"{file} is not in the manifest")
-    data = _read(file, told["size"] if file.name == ARRAYS else min(told["size"], MAX_JSON))
-    if len(data) != told["size"]:
-        raise Damaged(f"{file} has {len(data):,} bytes, and {told['size']:,} were written")
-    if _print_of(data) != told:
+    data = _read(file, written["size"] if file.name == ARRAYS else min(written["size"], MAX_JSON))
+    if len(data) != written["size"]:
+        raise Damaged(f"{file} has {len(data):,} bytes, and {written['size']:,} were written")
+    if _print_of(data) != written:
         raise Damaged(f"{file} has been changed: its SHA-256 is not the one in the manifest")
     return data
 

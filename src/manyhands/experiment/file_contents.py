@@ -56,15 +56,18 @@ EVENTS: dict[str, tuple[tuple[str, ...], str]] = {
         "one could not be written; the training goes on",
     ),
     "policy_not_written": (("error",), "the disk refused `policy.safetensors`"),
-    "restart": (("worker", "life"), "a worker that was killed is back, in its `life`"),
+    "restart": (
+        ("worker", "life"),
+        "a worker that was killed has been restarted; `life` counts how often",
+    ),
     "shard_lost": (
         ("worker", "rows", "what"),
         "apex: an actor was killed; `what` became of the rows of its shard, `keep` or `drop`",
     ),
     "asynchronous": (
         ("late", "lost", "refused", "restarts"),
-        "the end of an asynchronous run: parcels that came when it was over, that died with their "
-        "writer, that were too old; workers that were started again",
+        "the end of an asynchronous run: messages that came when it was over, that were lost with "
+        "their writer, that were too old; workers that were restarted",
     ),
     "end": (("exit", "env_steps"), "the run has ended, or was asked to stop"),
     "fault": (("error", "env_steps"), "it has failed"),

@@ -7,8 +7,8 @@ from or refused, and both are counted. A checkpoint holds
 
     algorithm           weights, optimiser, minibatch generator
     records             returns, rows written, wall seconds
-    team, or crew       steps, updates and so on of a synchronous, or an asynchronous, run; under
-                        the names that version 0.1.0 gave them
+    its counters        steps, updates and so on; version 0.1.0 called them "team" in a synchronous
+                        run and "crew" in an asynchronous one
     workers             synchronous, of each: environments, noise, normaliser, global generators,
                         seconds by phase, and what a strategy adds (`EveryWorker.extra`)
     normaliser, and …   asynchronous; and whatever else the strategy's `Keeper` has

@@ -53,7 +53,7 @@ def write_report(
 def make_page(runs: Sequence[Run], *, video: bool = True) -> str:
     run = runs[0]
     setup = run.experiment.run
-    told = (
+    subtitle = (
         f"{run.summary['strategy']} strategy on the {run.summary['engine']} engine, "
         f"{_many(int(run.summary['workers']), 'worker')}, seed {run.summary['seed']}"
     )
@@ -71,7 +71,7 @@ def make_page(runs: Sequence[Run], *, video: bool = True) -> str:
     footer = (
         f"Made by manyhands {__version__} on {made} from {run.path.absolute().name}, {setup.env}."
     )
-    return html.page(run.name, told, body, footer)
+    return html.page(run.name, subtitle, body, footer)
 
 
 # -- the parts of the page -------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def learning(runs: Sequence[Run]) -> str:
 
 
 def measures(run: Run) -> str:
-    """Small multiples of everything that the algorithm has told."""
+    """Small multiples of everything that the algorithm has reported."""
     made, constant = [], []
     for name, values in run.metrics.items():
         if name in _NOT_DRAWN or name.startswith("seconds/"):
