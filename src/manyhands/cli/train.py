@@ -96,7 +96,7 @@ def parse(argv: list[str]) -> Experiment:
     base = load_toml(file) if file else None
     if base is not None:
         if algorithm and algorithm != base.algorithm:
-            raise ConfigError(f"{file} is of {base.algorithm}, and {algorithm} was asked for")
+            raise ConfigError(f"{file} configures {base.algorithm}, but {algorithm} was asked for")
         algorithm = base.algorithm
     spec = spec_of(algorithm)
     given = tyro.cli(

@@ -181,7 +181,7 @@ class World:
             for r, w in enumerate(self._waits)
             if r != rank
         )
-        raise CollectiveError(f"{doing}: {on} cannot come any more ({others})")
+        raise CollectiveError(f"{doing}: {on} can no longer come ({others})")
 
     def breathe(self, rank: int) -> None:
         """Let the others have their turn, where a worker of another engine would wait for one."""

@@ -51,8 +51,9 @@ def attach(place: Place, timeout: float) -> MpiWorker:
     world = mpi.COMM_WORLD
     if world.size == 1 and place.size > 1:
         raise ConfigError(
-            f"mpiexec started {place.size} processes, but each sees itself alone: this mpiexec is "
-            "not of mpi4py's MPI. Type: python -m mpi4py --mpi-lib-version, and use its mpiexec"
+            f"mpiexec started {place.size} processes, but each sees only itself: this mpiexec "
+            "does not belong to mpi4py's MPI. Type: python -m mpi4py --mpi-lib-version, and use its "
+            "mpiexec"
         )
     process.wake_precisely()
     rank, size = world.rank, world.size
@@ -234,7 +235,7 @@ class MpiTransport(TwoStepTransport):
     def _meet(self, note: bytes, arrays: list[Array]) -> tuple[list[bytes], list[bytes] | None]:
         """All notes; and all workers' arrays, when they were small enough to come along."""
         if self._broken:
-            raise CollectiveError(f"this group can make no further call: {self._broken}")
+            raise CollectiveError(f"this group can make no more calls: {self._broken}")
         self._calls, self._note = self._calls + 1, note
         if self._board is not None:
             self._board.set_text(self._pages[self.rank], "call", f"{self._key} {self._calls}")

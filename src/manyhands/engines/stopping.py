@@ -132,7 +132,7 @@ class SoftStop:
         self._asked_at = time.monotonic()
         again = "; press again to stop now" if number == signal.SIGINT else ""
         if self._speaks:
-            _say(f"{signal.Signals(number).name}: ends this update and saves{again}")
+            _say(f"{signal.Signals(number).name}: finishing this update, then saving{again}")
         self._timer = threading.Timer(SECONDS, self._strike)
         self._timer.daemon = True
         self._timer.start()

@@ -131,7 +131,7 @@ class EnvLoop(VecAdapter):
                 first.action_space,
             ):
                 raise ConfigError(
-                    f"env {i} has other spaces than env 0: {env.observation_space}, "
+                    f"env {i} has different spaces from env 0: {env.observation_space}, "
                     f"{env.action_space} against {first.observation_space}, {first.action_space}"
                 )
         super().__init__(

@@ -97,7 +97,7 @@ class RunFolder:
             return
         if holds_a_run(self.path):
             raise ConfigError(
-                f"{self.path} already holds a run; to go on with it, type: manyhands resume "
+                f"{self.path} already holds a run; to continue it, type: manyhands resume "
                 f"{self.path}; for a new one, give another --run-dir"
             )
         try:

@@ -254,7 +254,7 @@ class RunProgress:
         if fault := difference(context.algorithm.state(), state["algorithm"], "algorithm"):
             raise ConfigError(
                 f"the checkpoint does not fit this run: {fault}. The network, the environment or "
-                "the version of manyhands is another than the one that it was made with"
+                "the version of manyhands differs from the one it was made with"
             )
         context.algorithm.load_state(state["algorithm"])
         counts = state["team" if context.synchronous else "crew"]
@@ -359,7 +359,7 @@ class EveryWorker:
         workers, size = state["workers"], self._group.size
         if len(workers) != size:
             raise ConfigError(
-                f"the checkpoint is of {len(workers)} workers and there are {size}; "
+                f"the checkpoint has {len(workers)} workers, but this run has {size}; "
                 f"type: --workers {len(workers)}"
             )
         mine = workers[self._group.rank]

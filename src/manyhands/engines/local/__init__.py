@@ -40,8 +40,8 @@ def attach(place: Place, timeout: float) -> Worker:
     board = open_board(place.size)
     if board is None:
         raise ConfigError(
-            "the local engine is started by `manyhands launch -n N script.py`; its board is not in "
-            "reach of this process"
+            "the local engine is started by `manyhands launch -n N script.py`; this process "
+            "cannot reach its board"
         )
     return LocalWorker(place, timeout, board)
 

@@ -231,7 +231,9 @@ class C10dTransport(TwoStepTransport):
                 raise
         for r in self._progress.others:
             if self._progress.dead(r):
-                raise CollectiveError(f"{self._doing}: {self.roster.name(r)} died without a word")
+                raise CollectiveError(
+                    f"{self._doing}: {self.roster.name(r)} died without leaving a message"
+                )
         self.roster.raise_if_gone(self._progress.left(linger), self._doing)
 
     def _lost(self, fault: RuntimeError) -> CollectiveError:
