@@ -41,7 +41,7 @@ def test_roles_that_cannot_be(text: str, words: str) -> None:
 
 
 def test_roles_and_workers_must_agree(tmp_path: object) -> None:
-    with pytest.raises(ConfigError, match=r"are 4 workers, and -n says 3.*type: -n 4"):
+    with pytest.raises(ConfigError, match=r"makes 4 workers, but -n says 3.*type: -n 4"):
         cli.main(["--roles", "actor=2,learner=2", "-n", "3", "nothing.py"])
 
 

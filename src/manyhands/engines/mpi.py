@@ -52,8 +52,8 @@ def attach(place: Place, timeout: float) -> MpiWorker:
     if world.size == 1 and place.size > 1:
         raise ConfigError(
             f"mpiexec started {place.size} processes, but each sees only itself: this mpiexec "
-            "does not belong to mpi4py's MPI. Type: python -m mpi4py --mpi-lib-version, and use its "
-            "mpiexec"
+            "does not belong to mpi4py's MPI. Type: python -m mpi4py --mpi-lib-version, and use "
+            "its mpiexec"
         )
     process.wake_precisely()
     rank, size = world.rank, world.size
