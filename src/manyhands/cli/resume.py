@@ -56,12 +56,12 @@ def _say_finished(run_dir: str, summary: dict[str, Any]) -> None:
     done = f"{summary['env_steps']:,} steps"
     if summary["solved"]:
         print(
-            f"{run_dir} is solved, after {done}. To train on, type: manyhands resume {run_dir} "
+            f"{run_dir} is solved, after {done}. To train longer, type: manyhands resume {run_dir} "
             "--target-return X (a higher one, or none)"
         )
     else:
         print(
-            f"{run_dir} has finished its {done}. To train on, type: manyhands resume {run_dir} "
+            f"{run_dir} has finished its {done}. To train longer, type: manyhands resume {run_dir} "
             f"--steps {2 * summary['env_steps']}"
         )
 

@@ -169,7 +169,7 @@ def _options(spec: AlgorithmSpec, base: Experiment | None) -> type[Any]:
         (name, _group(name, RunConfig, fields, run, _GROUP_HELP[name], own))
         for name, fields in GROUPS.items()
     ]
-    what = f"What {name} itself is set by."
+    what = f"Options of {name} itself."
     options = _group(name, own, tuple(names_of(own)), base.options if base else None, what)
     return dataclasses.make_dataclass("Options", [*groups, (name, options)])
 

@@ -39,7 +39,7 @@ from manyhands.engines.base import (
     doing,
 )
 from manyhands.engines.group import Group
-from manyhands.engines.liveness import BoardRoster
+from manyhands.engines.process import BoardRoster
 from manyhands.engines.shared import DEAD, FAILED, Board
 from manyhands.errors import CollectiveError, ConfigError, SupportError
 from manyhands.trees import Array

@@ -165,8 +165,8 @@ def _watch_baton(world: inline.World, board: Board) -> None:
             frame = sys._current_frames().get(world.threads[rank] or 0)
             stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
             text = (
-                f"kept the others waiting for more than {world.timeout:g} s, its deadline. If that "
-                f"work is honest, allow it more: --timeout SECONDS. It is here:\n{stack}"
+                f"kept the others waiting for more than {world.timeout:g} s, its deadline. If it "
+                f"needs that long, allow it more: --timeout SECONDS. It is here:\n{stack}"
             )
             board.set_state(rank, FAILED, text, code=1)
             os._exit(1)

@@ -258,7 +258,7 @@ class EnvLoop(VecAdapter):
             return ""
         actions = state["actions"][i]
         if seed is None:
-            return "went on with a generator of its own, which cannot be put back"
+            return "continued with a generator of its own, which cannot be put back"
         if actions is None:
             return "is too long for its actions to be played again"
         value, _ = env.reset(seed=seed)

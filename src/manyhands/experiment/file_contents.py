@@ -47,13 +47,13 @@ EVENTS: dict[str, tuple[tuple[str, ...], str]] = {
     "start": (("workers", "engine"), "the run begins"),
     "resume": (
         ("workers", "engine", "env_steps", "steps"),
-        "it goes on, from `env_steps`; `steps` are those of the whole run",
+        "it continues from `env_steps`; `steps` are those of the whole run",
     ),
-    "resume_note": (("text",), "what could not be taken up exactly"),
+    "resume_note": (("text",), "what could not be restored exactly"),
     "checkpoint": (("env_steps", "name", "milliseconds"), "one was written"),
     "checkpoint_failed": (
         ("env_steps", "error", "checkpoint_failures"),
-        "one could not be written; the training goes on",
+        "one could not be written; training goes on",
     ),
     "policy_not_written": (("error",), "the disk refused `policy.safetensors`"),
     "restart": (

@@ -105,7 +105,7 @@ def headline(run: Run) -> str:
     ]
     fault = html.code(words, fault=True) if failed else ""
     if not run.finished:
-        fault = html.paragraph("The run has written no summary: it goes on, or it was killed.")
+        fault = html.paragraph("There is no summary: the run is still running, or it was killed.")
     return html.tiles(parts) + fault
 
 
@@ -163,10 +163,10 @@ def measures(run: Run) -> str:
         made.append(picture(draw, _SMALL, curves.words_of(name), size=9.0))
     if not made and not constant:
         return html.section("Measures", html.paragraph("No update has been recorded."))
-    same = f"The same all the way: {', '.join(constant)}." if constant else ""
+    same = f"Constant throughout: {', '.join(constant)}." if constant else ""
     return html.section(
         "Measures",
-        html.paragraph("Against environment steps; one point an update.", soft=True),
+        html.paragraph("Against environment steps; one point for each update.", soft=True),
         html.gallery(made, small=True),
         html.paragraph(same, soft=True),
     )

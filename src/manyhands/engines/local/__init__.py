@@ -24,10 +24,9 @@ from manyhands.engines.base import (
     worker_names,
 )
 from manyhands.engines.group import Group
-from manyhands.engines.liveness import BoardRoster
 from manyhands.engines.local.sockets import Server, SocketService
 from manyhands.engines.local.transport import OPEN, LocalTransport
-from manyhands.engines.process import ProcessWorker, open_board, wake_precisely
+from manyhands.engines.process import BoardRoster, ProcessWorker, open_board, wake_precisely
 from manyhands.engines.shared import RUNNING, Board, Segment, fence
 from manyhands.errors import ConfigError
 from manyhands.trees import Tree

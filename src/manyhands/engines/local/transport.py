@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from manyhands.engines.base import Check, Patience, Roster, Sizes, Transport, add_up, doing
-from manyhands.engines.liveness import BoardRoster
+from manyhands.engines.process import BoardRoster
 from manyhands.engines.shared import ResultPool, Segment, fence
 from manyhands.trees import Array
 

@@ -22,14 +22,14 @@ from typing import Any
 
 from manyhands import threads, wire
 from manyhands.engines import process
-from manyhands.engines.liveness import alive
+from manyhands.engines.process import alive
 from manyhands.engines.ray import CLIENT, START_SECONDS
 from manyhands.engines.ray.session import Session
 from manyhands.engines.shared import DEAD, FAILED, RUNNING, Board
 from manyhands.errors import CollectiveError, ConfigError, WorkerError
 
 _GRACE = 0.5  # seconds that the true cause gets to show itself, once a mere consequence has come
-_LAST_WORDS = "ended without a word: SIGKILL (kill -9 or out of memory), a crash in native code, \
+_LAST_WORDS = "ended silently: SIGKILL (kill -9 or out of memory), a crash in native code, \
 or os._exit"
 
 

@@ -32,7 +32,7 @@ from manyhands.engines.base import (
     add_up,
     doing,
 )
-from manyhands.engines.liveness import BoardRoster, HowFar
+from manyhands.engines.process import BoardRoster, HowFar
 from manyhands.engines.shared import Board
 from manyhands.errors import CollectiveError
 from manyhands.trees import Array
