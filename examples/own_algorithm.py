@@ -24,7 +24,7 @@ class ReinforceOptions:
     entropy_weight: float = 0.0
     """Weight of the entropy bonus."""
     max_grad_norm: float = 0.5
-    """Gradients longer than this are shortened to it."""
+    """Gradients with a larger norm than this are scaled down to it."""
     adam_epsilon: float = 1e-5
     """Adam's epsilon."""
 

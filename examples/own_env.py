@@ -31,7 +31,7 @@ class Thermostat(gymnasium.Env):
         self.hour += 1
         reward = -abs(self.room - 20.0)
         terminated = bool(self.room > 40.0)  # on fire: nothing comes after, its value is 0
-        truncated = self.hour >= 100  # the day is over, but the room lives on
+        truncated = self.hour >= 100  # the day is over, but the room is still there
         return self._observation(), reward, terminated, truncated, {}
 
     def _observation(self):

@@ -282,7 +282,7 @@ class Deadly(gymnasium.Wrapper):  # type: ignore[type-arg]
 
     def step(self, action: Any) -> Any:
         self._left -= 1
-        if self._left == 0 and _is_last() and os.environ.get("MANYHANDS_LIFE", "0") == "0":
+        if self._left == 0 and _is_last() and os.environ.get("MANYHANDS_RESTARTS", "0") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         return self.env.step(action)
 

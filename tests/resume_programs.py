@@ -1,4 +1,4 @@
-"""Runs that are stopped and gone on with, and what must be equal afterwards."""
+"""Runs that are stopped and resumed, and what must be equal afterwards."""
 
 from __future__ import annotations
 

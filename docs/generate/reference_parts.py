@@ -102,7 +102,7 @@ def _which_algorithm(place: Place) -> str:
     head = [
         "`manyhands train`",
         "what it is",
-        "two workers or more, if you say nothing",
+        "default with two or more workers",
         "runs with",
     ]
     return "\n".join(in_table(head, rows))

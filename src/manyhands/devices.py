@@ -73,7 +73,7 @@ def present() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
-def told(seats: Sequence[Seat]) -> str:
+def described(seats: Sequence[Seat]) -> str:
     """`cuda:0, shared by workers 0 and 2; cuda:1, worker 1`: for the start table."""
     if len(seats) == 1 or all(seat.device == "cpu" for seat in seats):
         return seats[0].device

@@ -178,8 +178,8 @@ class Parallel:
 
         Args:
             model: nn.Module, or an iterable of parameters.
-            weight: This worker's weight in the mean, such as the rows of its minibatch. By default
-                all weigh the same.
+            weight: This worker's weight in the average, such as the rows of its minibatch. By
+                default all weigh the same.
             group: Those that take part, such as `group_of("learner")`; by default all workers.
         """
         group = group or self.group

@@ -67,14 +67,14 @@ def parse(text: str) -> Roles:
         match = _PART.fullmatch(piece)
         if match is None:
             raise ConfigError(
-                f"--roles {text!r}: {piece.strip()!r} is not of the form ROLE=NUMBER; type such as "
+                f"--roles {text!r}: {piece.strip()!r} is not of the form ROLE=NUMBER; type, e.g. "
                 "--roles actor=2,learner=2"
             )
         role, count = match.group(1), int(match.group(2))
         if role in counts:
-            raise ConfigError(f"--roles {text!r}: {role} is there twice")
+            raise ConfigError(f"--roles {text!r}: {role} appears twice")
         if count < 1:
-            raise ConfigError(f"--roles {text!r}: {role}={count}, and a role needs 1 at least")
+            raise ConfigError(f"--roles {text!r}: {role}={count}, but a role needs at least 1")
         counts[role] = count
     return Roles(counts)
 

@@ -173,7 +173,7 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
         experiment,
         main=context.is_main,
         threads=torch.get_num_threads(),
-        device=devices.told([devices.Seat(*one) for one in seats]),
+        device=devices.described([devices.Seat(*one) for one in seats]),
         resumed=state and state["records"],
         notes=resumed["notes"] if resumed else (),
     )
@@ -274,7 +274,7 @@ def _changed(experiment: Experiment, options: dict[str, Any]) -> Experiment:
     wrong = [name for name in options if name not in RESUME_OPTIONS]
     if wrong:
         raise ConfigError(
-            f"{', '.join(wrong)} cannot be another in a resumed run; what can be: "
+            f"{', '.join(wrong)} cannot change in a resumed run; what can: "
             f"{', '.join(RESUME_OPTIONS)}. For a new run with it, type: manyhands train --config "
             "DIR/config.toml"
         )
@@ -283,7 +283,7 @@ def _changed(experiment: Experiment, options: dict[str, Any]) -> Experiment:
 
 
 def _paused(run_dir: str, number: int) -> Stopped:
-    """With the step from which the run can be gone on with, if there is one."""
+    """With the step from which the run can be resumed, if there is one."""
     with suppress(ConfigError):
         found, _ = checkpoint.newest(run_dir, tensors=False)
         return Paused(number, run_dir, found.facts["env_steps"])
@@ -304,7 +304,7 @@ def _record_end(plain: dict[str, Any], ended: str) -> None:
     lines = ended.strip().splitlines()
     ended = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
     try:
-        RunFolder.told(folder, from_plain(plain)).summary(facts | {"exit": ended[:500]})
+        RunFolder.for_summary(folder, from_plain(plain)).summary(facts | {"exit": ended[:500]})
     except OSError as error:
         print(f"manyhands: summary.json could not be written: {error}", file=sys.stderr)
 

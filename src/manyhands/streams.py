@@ -298,7 +298,7 @@ class OwnChance:
     """Streams of its own for each environment that draws from `random`, `np.random` or torch.
 
     An episode follows from its seed and actions only if nobody else draws from its generators in
-    between. Most environments draw from none of them, and a change of hands costs as much as a step
+    between. Most environments draw from none of them, and an exchange costs as much as a step
     of CartPole. So all generators change hands for the first steps, then those that were drawn
     from. Every so often a look at the others shows whether somebody has begun to use them: then
     there is another trial.

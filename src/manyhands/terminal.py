@@ -88,7 +88,7 @@ class Standing:
 
 
 def can_draw(stream: TextIO | None) -> bool:
-    """Whether this is a terminal that moves its cursor as it is told, and nobody minds."""
+    """Whether this is a terminal that moves its cursor as it is asked, and nobody minds."""
     able = os.environ.get("TERM", "") not in ("", "dumb", "unknown")
     return able and not os.environ.get("NO_COLOR") and is_terminal(stream)
 

@@ -1,7 +1,7 @@
 """How many threads BLAS, OpenMP and torch may use: one a worker, unless the user has chosen.
 
-A process that is about to start is told by variables, before it loads numpy and torch. One that
-runs already, as on the inline engine from Python, is told while a run lasts.
+A process that is about to start reads it from variables, before it loads numpy and torch. One that
+runs already, as on the inline engine from Python, is limited while a run lasts.
 """
 
 from __future__ import annotations

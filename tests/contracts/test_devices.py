@@ -57,7 +57,7 @@ def test_gpus_may_be_fewer(asked: str, usable: int, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_who_shares_what(seats: list[Seat], words: str) -> None:
-    assert devices.told(seats) == words
+    assert devices.described(seats) == words
 
 
 @pytest.mark.parametrize("engine", ALL_ENGINES)

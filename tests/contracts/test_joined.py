@@ -138,8 +138,8 @@ def test_ctrl_c_saves_and_says_so_once(launcher: str, engine: str, tmp_path: Pat
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all of them
     code, said = end([process])
     assert code != 0
-    assert said.count("SIGINT: ends this update and saves") == 1, said
-    assert said.count("To go on, type: manyhands resume") == 1, said
+    assert said.count("SIGINT: finishing this update, then saving") == 1, said
+    assert said.count("To continue, type: manyhands resume") == 1, said
     assert json.loads((folder / "summary.json").read_text())["exit"] == "stopped: SIGINT"
 
 

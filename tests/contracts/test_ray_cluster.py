@@ -21,7 +21,7 @@ from training_programs import as_in_a_worker, configuration
 
 from manyhands.engines import calls
 from manyhands.engines.launch import Job, run
-from manyhands.engines.ray.core import _Crew, spread
+from manyhands.engines.ray.core import _Actors, spread
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
@@ -99,13 +99,13 @@ def test_nodes_are_filled_alike(room: dict[str, float], expected: list[str]) -> 
 
 def test_a_worker_that_nobody_has_waited_for_is_dead() -> None:
     """Ray does so in its own time; until then a survivor's complaint is not the cause."""
-    crew = _Crew.__new__(_Crew)
+    actors = _Actors.__new__(_Actors)
     with subprocess.Popen(["sleep", "60"]) as child:
-        crew._where = [{"host": socket.gethostname(), "pid": child.pid}]
-        assert not crew._a_death({"its run": 0})
+        actors._where = [{"host": socket.gethostname(), "pid": child.pid}]
+        assert not actors._a_death({"its run": 0})
         child.kill()
         deadline = time.monotonic() + 60
-        while not crew._a_death({"its run": 0}):
+        while not actors._a_death({"its run": 0}):
             assert time.monotonic() < deadline
         assert Path(f"/proc/{child.pid}").exists()
 

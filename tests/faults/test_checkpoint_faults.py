@@ -1,4 +1,4 @@
-"""Kills, full disks, damaged files and second signals: a run can always be gone on with."""
+"""Kills, full disks, damaged files and second signals: a run can always be resumed."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_a_folder_in_use_and_others_that_are_no_run(tmp_path: Path) -> None:
         RunFolder(folder).open(build("a2c", **TINY, steps=64, run_dir=str(folder)))
     with pytest.raises(ConfigError, match=r"holds no config\.toml"):
         resume(tmp_path)
-    with pytest.raises(ConfigError, match="num_envs cannot be another"):
+    with pytest.raises(ConfigError, match="num_envs cannot change"):
         resume(folder, num_envs=8)
     shutil.rmtree(folder / "checkpoints")
     with pytest.raises(ConfigError, match="holds no checkpoint"):

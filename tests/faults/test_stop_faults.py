@@ -1,4 +1,4 @@
-"""Signals: a run is asked first and told second, and can be gone on with either way."""
+"""Signals: a run is asked first and forced second, and can be resumed either way."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def said(phases: dict[str, float], algorithm: str = "ppo", **options: Any) -> st
     ("phases", "workers", "words"),
     [
         ({"rollout": 3, "optimisation": 1}, 2, "rollout, 75% of the time; use more workers (--wor"),
-        ({"rollout": 3, "optimisation": 1}, 8, "all 8 cores work already"),
+        ({"rollout": 3, "optimisation": 1}, 8, "all 8 cores are busy already"),
         ({"rollout": 1, "optimisation": 3}, 2, "--strategy allreduce"),
         ({"rollout": 1, "optimisation": 3}, 8, "; take larger minibatches (--minibatch)"),
         ({"rollout": 2, "synchronisation": 3}, 8, "synchronisation, 60% of the time; make updates"),
@@ -127,7 +127,7 @@ def test_waits_of_asynchronous_strategies_say_who_is_too_slow() -> None:
     starved = said({"waiting for data": 2, "rollout": 1}, "impala", workers=3)
     assert "whoever learns waits for those that act: use more workers" in starved
     ahead = said({"waiting for room": 2, "rollout": 1}, "impala", workers=3)
-    assert "more workers that act bring nothing" in ahead
+    assert "more workers that act will not help" in ahead
 
 
 def test_whole_episodes_have_no_rollout_length() -> None:

@@ -247,7 +247,7 @@ def test_a_file_gives_the_defaults(tmp_path: Path) -> None:
     expected = build("ppo", **_given(saved) | {"seed": 7, "epochs": 5})
     assert train.parse([f"--config={file}", "--seed", "7", "--epochs", "5"]) == expected
     assert train.parse(["ppo", "--epochs", "5", "--config", file, "--seed", "7"]) == expected
-    with pytest.raises(ConfigError, match="is of ppo, and a2c was asked for"):
+    with pytest.raises(ConfigError, match="configures ppo, but a2c was asked for"):
         train.parse(["a2c", "--config", file])
 
 

@@ -11,8 +11,8 @@ from gymnasium.spaces import Box
 
 from manyhands.algorithms.base import Alone
 from manyhands.algorithms.ddpg import DDPG
+from manyhands.algorithms.off_policy import ActionNoise
 from manyhands.algorithms.options import DDPGConfig
-from manyhands.collect.exploration import ActionNoise
 from manyhands.errors import ConfigError
 from manyhands.networks.q import build_bounded_actor
 from manyhands.streams import EnvNoise

@@ -12,8 +12,8 @@ from gymnasium.spaces import Box, Discrete
 
 from manyhands.algorithms.base import Alone
 from manyhands.algorithms.dqn import DQN
+from manyhands.algorithms.off_policy import annealed, epsilon_greedy, ladder
 from manyhands.algorithms.options import DQNConfig
-from manyhands.collect.exploration import annealed, epsilon_greedy, ladder
 from manyhands.math import losses
 from manyhands.networks.q import build_q_network
 from manyhands.replay.n_step import NStep

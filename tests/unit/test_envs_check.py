@@ -55,7 +55,7 @@ ZERO = np.zeros(2, np.float32)
         ({"observation_space": None}, "observation_space is missing"),
         ({"action_space": spaces.Tuple([spaces.Discrete(2)])}, "Tuple"),
         ({"reset": old_reset}, "def reset"),
-        ({"reset": unseeded_reset}, "does not hand on the seed"),
+        ({"reset": unseeded_reset}, "does not pass the seed on"),
         ({"reset": bare_reset}, "must return"),
         ({"step": gives(ZERO, 1.0, False, {})}, "old Gym form"),
         ({"step": gives(np.zeros(3, np.float32), 1.0, False, False, {})}, r"shape is \(3,\)"),

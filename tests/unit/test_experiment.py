@@ -281,7 +281,7 @@ def test_end_table(experiment: Experiment) -> None:
     lines = end_table(experiment, summary).splitlines()
     assert lines[0] == "end     solved after 100,352 steps, 98 updates, 700 episodes"
     assert lines[1] == "speed   10,035 steps/s, 10.0 s"
-    assert lines[2] == "return  480.12 in the mean of the last 100 episodes, 500.00 at best"
+    assert lines[2] == "return  480.12 on average over the last 100 episodes, 500.00 at best"
     assert [line.split()[-2:] for line in lines[3:6]] == [
         ["s", "70.0%"], ["s", "20.0%"], ["s", "10.0%"],
     ]  # fmt: skip

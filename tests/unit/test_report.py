@@ -178,7 +178,7 @@ def test_run_that_goes_on(pendulum: Path, tmp_path: Path) -> None:
     assert main(["report", str(folder), "--no-video"]) == 0
     text = text_of(folder / "report.html")
     assert "Not finished" in text
-    assert "it goes on, or it was killed" in text
+    assert "the run is still running, or it was killed" in text
     assert "No film was asked for" in text
     assert "Value: " in text  # its policy is there already
 

@@ -31,8 +31,8 @@ def test_ranks_are_in_the_order_given() -> None:
         ("actor", "'actor' is not of the form ROLE=NUMBER"),
         ("actor=2,", "'' is not of the form"),
         ("actor=two", "'actor=two' is not"),
-        ("actor=0,learner=1", "actor=0, and a role needs 1 at least"),
-        ("actor=1,actor=2", "actor is there twice"),
+        ("actor=0,learner=1", "actor=0, but a role needs at least 1"),
+        ("actor=1,actor=2", "actor appears twice"),
     ],
 )
 def test_roles_that_cannot_be(text: str, words: str) -> None:
@@ -41,7 +41,7 @@ def test_roles_that_cannot_be(text: str, words: str) -> None:
 
 
 def test_roles_and_workers_must_agree(tmp_path: object) -> None:
-    with pytest.raises(ConfigError, match=r"are 4 workers, and -n says 3.*type: -n 4"):
+    with pytest.raises(ConfigError, match=r"makes 4 workers, but -n says 3.*type: -n 4"):
         cli.launch(["--roles", "actor=2,learner=2", "-n", "3", "nothing.py"])
 
 

@@ -94,7 +94,7 @@ def test_the_defaults_are_right(algorithm: str, workers: int, engine: str) -> No
         ({"epochs": -1}, "epochs=-1 must not be negative"),
         ({"gamma": 1.5}, "gamma=1.5 must lie from 0 to 1"),
         ({"gae_lambda": -0.5}, "gae_lambda=-0.5 must lie from 0 to 1"),
-        ({"learning_rate": "fast"}, "learning_rate: 'fast' is no schedule; give a number"),
+        ({"learning_rate": "fast"}, "learning_rate: 'fast' is not a schedule; give a number"),
         ({"learning_rate": -1.0}, "learning_rate=-1.0 goes down to -1"),
         ({"learning_rate": "linear:1e-3:-1"}, "goes down to -1"),
         ({"hidden": (64, 0)}, "hidden=[64, 0]: every layer needs at least 1 unit"),

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.algorithms.off_policy import OffPolicy
+from manyhands.algorithms.off_policy import ActionNoise, OffPolicy
 from manyhands.algorithms.options import DDPGConfig
-from manyhands.collect.exploration import ActionNoise
 from manyhands.math import losses
 from manyhands.math.optimiser import Adam, make_schedule
 from manyhands.networks.build import to_tensor

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.algorithms.off_policy import OffPolicy
+from manyhands.algorithms.off_policy import OffPolicy, annealed, epsilon_greedy, ladder
 from manyhands.algorithms.options import DQNConfig
-from manyhands.collect.exploration import annealed, epsilon_greedy, ladder
 from manyhands.math import losses
 from manyhands.math.optimiser import make_schedule
 from manyhands.networks.build import to_tensor

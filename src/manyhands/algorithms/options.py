@@ -26,7 +26,7 @@ class A2CConfig:
     entropy_weight: float = 0.0
     """Weight of the entropy bonus; more keeps exploring for longer."""
     max_grad_norm: float = 0.5
-    """Gradients longer than this are shortened to it."""
+    """Gradients with a larger norm than this are scaled down to it."""
     normalize_advantages: bool = True
     """Advantages with mean 0 and deviation 1 over the rows of all workers."""
     adam_epsilon: float = 1e-5
@@ -55,7 +55,7 @@ class PPOConfig:
     entropy_weight: float = 0.0
     """Weight of the entropy bonus; more keeps exploring for longer."""
     max_grad_norm: float = 0.5
-    """Gradients longer than this are shortened to it."""
+    """Gradients with a larger norm than this are scaled down to it."""
     target_kl: float = 0.0
     """Stop an update once the KL of a minibatch is above 1.5 times this; 0 never stops."""
     kl_penalty: bool = False
@@ -113,14 +113,14 @@ class IMPALAConfig:
     c_bar: float = 1.0
     """Importance weights by which corrections travel back in time are cut to this."""
     clip: float = 0.0
-    """Rows whose action has become more likely, or less, by more than this share count no further
-    where that was the way to go, as in PPO: for a replay. 0: all count."""
+    """As in PPO, for a replay: a row no longer counts once its action has become more likely, or
+    less, by more than this share, where the gradient points that way. 0: all rows count."""
     value_weight: float = 0.5
     """Weight of the value loss."""
     entropy_weight: float = 0.0
     """Weight of the entropy bonus; more keeps exploring for longer."""
     max_grad_norm: float = 0.5
-    """Gradients longer than this are shortened to it."""
+    """Gradients with a larger norm than this are scaled down to it."""
     normalize_advantages: bool = False
     """Advantages with mean 0 and deviation 1 over the rows of all learners."""
     adam_epsilon: float = 1e-5
@@ -159,7 +159,7 @@ class ReplayConfig:
     priority_alpha: float = 0.6
     """How much the TD error counts for the draw; 0 is uniform."""
     priority_epsilon: float = 0.01
-    """Added to every TD error, so that no transition is lost from sight."""
+    """Added to every TD error, so that every transition can still be drawn."""
     beta: float | str = "linear:0.4:1"
     """How far importance weights correct for the uneven draw, from 0 to 1; a number or a
     schedule."""
@@ -171,12 +171,12 @@ class ReplayConfig:
     huber: float = 1.0
     """TD errors count quadratically up to this, linearly beyond; 0: quadratically always."""
     max_grad_norm: float = 10.0
-    """Gradients longer than this are shortened to it."""
+    """Gradients with a larger norm than this are scaled down to it."""
     adam_epsilon: float = 1e-5
     """Adam's epsilon."""
     checkpoint_replay: bool = False
-    """Save the replay with every checkpoint: a resumed run then goes on exactly. Without, it fills
-    a new one first."""
+    """Save the replay with every checkpoint: a resumed run then continues exactly. Without it, a
+    new replay is filled first."""
     pull_every: int = 16
     """With apex: steps of each environment between two looks for newer weights."""
     prefetch: int = 2
@@ -196,13 +196,13 @@ class DQNConfig(ReplayConfig):
     """Gradient steps between copies to the target network; 0: it moves a little after each, by
     target_tau."""
     max_grad_norm: float = 1.0
-    """Gradients longer than this are shortened to it."""
+    """Gradients with a larger norm than this are scaled down to it."""
     double: bool = True
     """The network chooses the next action and the target network values it."""
     dueling: bool = False
     """The network gives the value of a state and the advantage of each action apart."""
     epsilon: float = 1.0
-    """Probability of a random action at the start; with several environments of the first one."""
+    """Probability of a random action at the start; with several environments, in the first one."""
     epsilon_final: float = 0.02
     """The same, once epsilon_steps have been made."""
     epsilon_steps: int = 10_000
@@ -222,10 +222,10 @@ class DDPGConfig(ReplayConfig):
     """Noise of the actions: independent, a walk that is pulled back (ou), or independent and
     cut."""
     noise: float = 0.1
-    """Its deviation, in parts of half the range of actions; with several environments of the first
-    one."""
+    """Its deviation, as a share of half the range of actions; with several environments, in the
+    first one."""
     noise_spread: float = 1.0
-    """The last environment's noise as a share of the first one's; those between lie between."""
+    """The last environment's noise as a share of the first one's; the others lie in between."""
     noise_clip: float = 2.0
     """With noise_kind=clipped: deviations at which it is cut."""
     ou_theta: float = 0.15

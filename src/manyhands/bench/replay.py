@@ -99,7 +99,8 @@ def add_options(parser: ArgumentParser) -> None:
 def measure(options: Namespace) -> dict[str, Any]:
     if options.repeats < 1 or not options.seconds > 0:
         raise ConfigError(
-            f"--repeats {options.repeats} --seconds {options.seconds}: more is needed"
+            f"--repeats {options.repeats} --seconds {options.seconds}: at least 1 round of more "
+            "than 0 seconds is needed"
         )
     facts: dict[str, Any] = {
         "benchmark": "replay",

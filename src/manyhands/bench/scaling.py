@@ -51,7 +51,7 @@ UPDATES, ROUNDS = 8, 5
 BAR = 24  # characters of a perfect speed-up
 INDEPENDENT = "independent"  # N runs that know nothing of each other
 _RUN_SECONDS = 600.0  # the longest that one turn may take
-_END_SECONDS = 30.0  # the longest that a run may take to end when it is told to
+_END_SECONDS = 30.0  # the longest that a run may take to end when it is asked to
 PHASES = ("rollout", "optimisation", "synchronisation", "logging")
 
 Run = dict[str, Any]
@@ -262,7 +262,7 @@ def judgement(
     others = machine["others_before"], machine["others_meanwhile"]
     reasons = why_not_judged(machine["cores"], most, *others)
     if engine == "ray":  # they outlive their parents, and are counted as other programs
-        reasons = ["Ray's own processes cannot be told from other programs"]
+        reasons = ["Ray's own processes look the same as other programs"]
     if reasons:
         return {"claims": [], "not_judged": reasons}
     return {"claims": [claim.facts for claim in claims(runs)], "not_judged": []}

@@ -11,7 +11,7 @@ from manyhands.errors import ConfigError
 
 HELP = """usage: manyhands bench NAME [--json FILE] [options of NAME]
 
-Measure it on this machine. `manyhands bench NAME --help` teaches each:
+Measure speeds on this machine. `manyhands bench NAME --help` explains each:
 
 {rows}
 """

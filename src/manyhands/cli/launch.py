@@ -101,8 +101,8 @@ def launch(argv: list[str]) -> int:
         given = roles.parse(options.roles)
         if options.workers is not None and options.workers != given.size:
             raise ConfigError(
-                f"--roles {options.roles} are {given.size} workers, and -n says {options.workers}; "
-                f"leave -n away, or type: -n {given.size}"
+                f"--roles {options.roles} makes {given.size} workers, but -n says "
+                f"{options.workers}; leave -n out, or type: -n {given.size}"
             )
         workers = given.size
     job = Job(

@@ -15,7 +15,7 @@ from manyhands.errors import ConfigError, ManyhandsError, Stopped, WorkerError
 
 COMMANDS = {
     "train": "train a policy with a ready-made algorithm, on as many workers as you like",
-    "resume": "go on with a run that was stopped, exactly where it stood",
+    "resume": "continue a run that was stopped, exactly where it stood",
     "evaluate": "play episodes with a trained policy",
     "video": "film a trained policy",
     "plot": "learning curves of one or many runs",
@@ -23,14 +23,14 @@ COMMANDS = {
     "launch": "run your own script on N workers",
     "doctor": "say what works on this machine, with a two-worker test of each engine",
     "support": "what runs with what: algorithms, strategies, engines",
-    "bench": "measure it on this machine",
+    "bench": "measure speeds on this machine",
 }
 # Where a command is, if not in a file of its own name
 _FILES = {"resume": "train", "evaluate": "view", "video": "view", "plot": "view", "report": "view"}
 
 HELP = """manyhands: run a reinforcement-learning job on everything you have
 
-usage: manyhands COMMAND [options]        manyhands COMMAND --help teaches each
+usage: manyhands COMMAND [options]        manyhands COMMAND --help explains each
 
 {commands}
 
@@ -114,7 +114,7 @@ def _how_to_go_on(stopped: BaseException) -> str:
     shown = os.path.relpath(run_dir)
     shown = run_dir if shown.startswith("..") else shown
     step = f"{getattr(stopped, 'env_steps', 0):,}"
-    return f"; the run is saved at step {step}. To go on, type: manyhands resume {shown}"
+    return f"; the run is saved at step {step}. To continue, type: manyhands resume {shown}"
 
 
 def _answer(words: list[str]) -> int:

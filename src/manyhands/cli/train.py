@@ -97,7 +97,7 @@ def parse(argv: list[str]) -> Experiment:
     base = load_toml(file) if file else None
     if base is not None:
         if algorithm and algorithm != base.algorithm:
-            raise ConfigError(f"{file} is of {base.algorithm}, and {algorithm} was asked for")
+            raise ConfigError(f"{file} configures {base.algorithm}, but {algorithm} was asked for")
         algorithm = base.algorithm
     spec = spec_of(algorithm)
     given = tyro.cli(
@@ -189,7 +189,7 @@ def _options(spec: AlgorithmSpec, base: Experiment | None) -> type[Any]:
         (name, _group(name, RunConfig, fields, run, about[name], own))
         for name, fields in GROUPS.items()
     ]
-    what = f"What {name} itself is set by."
+    what = f"Options of {name} itself."
     options = _group(name, own, tuple(names_of(own)), base.options if base else None, what)
     return dataclasses.make_dataclass("Options", [*groups, (name, options)])
 
@@ -365,12 +365,12 @@ def _say_finished(run_dir: str, summary: dict[str, Any]) -> None:
     done = f"{summary['env_steps']:,} steps"
     if summary["solved"]:
         print(
-            f"{run_dir} is solved, after {done}. To train on, type: manyhands resume {run_dir} "
+            f"{run_dir} is solved, after {done}. To train longer, type: manyhands resume {run_dir} "
             "--target-return X (a higher one, or none)"
         )
     else:
         print(
-            f"{run_dir} has finished its {done}. To train on, type: manyhands resume {run_dir} "
+            f"{run_dir} has finished its {done}. To train longer, type: manyhands resume {run_dir} "
             f"--steps {2 * summary['env_steps']}"
         )
 

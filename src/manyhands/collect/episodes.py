@@ -78,7 +78,7 @@ class Queue:
         self._exchange = exchange
         self._waiting: list[Ended] = []
         self._news: list[list[int]] = []  # [clock, length] of this worker's, not yet told
-        self._told: list[int] = []  # episodes that each worker has told of
+        self._reported: list[int] = []  # episodes that each worker has reported
         self.rows = 0  # of the waiting episodes
         self.running = 0  # rows of episodes that still ran, on all workers, at the last look
 
@@ -89,13 +89,13 @@ class Queue:
         """Tell of this worker's episodes and hear of the others'. All workers call it together."""
         said = self._exchange([running, self._news])
         self._news = []
-        self._told = self._told or [0] * len(said)
+        self._reported = self._reported or [0] * len(said)
         self.running = 0
         for rank, (theirs, episodes) in enumerate(said):
             self.running += theirs
             for clock, length in episodes:
-                self._waiting.append(Ended(clock, rank, self._told[rank], length))
-                self._told[rank] += 1
+                self._waiting.append(Ended(clock, rank, self._reported[rank], length))
+                self._reported[rank] += 1
                 self.rows += length
         self._waiting.sort()
 
@@ -116,11 +116,11 @@ class Queue:
     def state(self) -> dict[str, Any]:
         """Between two batches, when nothing is left untold."""
         waiting = [list(ended) for ended in self._waiting]
-        return {"waiting": waiting, "told": self._told, "running": self.running}
+        return {"waiting": waiting, "told": self._reported, "running": self.running}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._waiting = [Ended(*ended) for ended in state["waiting"]]
-        self._told, self.running = list(state["told"]), int(state["running"])
+        self._reported, self.running = list(state["told"]), int(state["running"])
         self.rows = sum(ended.length for ended in self._waiting)
 
 

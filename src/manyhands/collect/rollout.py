@@ -168,7 +168,7 @@ class Collector(Stepper):
         """Go on from `state()`; call it on a fresh collector, once the normaliser is loaded.
 
         Gives back, in words, what could not be restored exactly: environments that begin a new
-        episode because theirs could not be gone on with.
+        episode because theirs could not be continued.
         """
         self.noise.load_state(state["noise"])
         if state["envs"] is None:

@@ -143,7 +143,7 @@ class UnrollCollector(Stepper):
         return self._into_episodes(whole, version) if self._whole else [_owned(whole)]
 
     def carry(self, steps: int) -> None:
-        """Steps that nobody has been told of yet: no unroll was ready to go."""
+        """Steps that have not been reported yet: no unroll was ready to go."""
         self._carried = steps
 
     def _act(self, seen: Obs, t: int) -> Acted:

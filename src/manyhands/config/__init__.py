@@ -2,7 +2,7 @@
 
 Every number is for all workers together unless its name says otherwise, so that adding workers
 changes the speed and not what is learned. The line under each field is its help on the command
-line; what stands in braces there is filled in from the code (`_told_by_the_code`). Cross-checks
+line; what stands in braces there is filled in from the code (`_from_the_code`). Cross-checks
 between the values are in `validate.py`; here only names and types are checked.
 """
 
@@ -317,7 +317,7 @@ def help_of(cls: type[Any]) -> dict[str, str]:
         for name, text in found.items():
             if "{" in text:
                 its = in_words(strategies.with_option(name) or [""], "or")
-                found[name] = text.format(its=its, **_told_by_the_code())
+                found[name] = text.format(its=its, **_from_the_code())
     return found
 
 
@@ -327,7 +327,7 @@ def in_words(names: Sequence[str], last: str = "and") -> str:
     return f"{', '.join(first)} {last} {end}" if first else end
 
 
-def _told_by_the_code() -> dict[str, str]:
+def _from_the_code() -> dict[str, str]:
     """Parts of the help that follow from the algorithms' own settings."""
     lengths: dict[int, list[str]] = {}
     defaults: dict[str, list[str]] = {}

@@ -476,7 +476,7 @@ def _run_dir_faults(experiment: Experiment) -> Iterator[str]:
     path = Path(experiment.run.run_dir or "runs").absolute()
     if experiment.run.run_dir and holds_a_run(path):
         yield (
-            f"run_dir {path} already holds a run; to go on with it, type: manyhands resume {path}; "
+            f"run_dir {path} already holds a run; to continue it, type: manyhands resume {path}; "
             "for a new one: --run-dir with another folder"
         )
         return

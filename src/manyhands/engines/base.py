@@ -109,7 +109,7 @@ class Roster:
     def late(self, ranks: Sequence[int], doing: str, waited: float) -> CollectiveError:
         who = "; ".join(f"{self.name(r)}{self.status(r)}" for r in ranks)
         return CollectiveError(
-            f"{doing}: waited {waited:.1f} s for {who}. If that work is honest, allow it more "
+            f"{doing}: waited {waited:.1f} s for {who}. If it needs that long, allow it more "
             "time: Parallel(timeout=SECONDS) or `manyhands launch --timeout SECONDS`"
         )
 

@@ -1,6 +1,6 @@
 """Every worker in this process, exactly one at a time: deterministic, and pdb works.
 
-Each worker is a thread, but only the holder of the baton runs. A worker hands the baton on only
+Each worker is a thread, but only the holder of the baton runs. A worker passes the baton on only
 where it would wait; then the next worker that can go on, counting upwards, gets it. Python's,
 numpy's and torch's random states change hands with the baton, so that each worker draws the
 numbers it would draw in a process of its own; at the end they are what they were before.
@@ -102,7 +102,10 @@ class World:
     def _run(self, program: Callable[[], Any], results: list[Any]) -> None:
         threads = [
             threading.Thread(
-                target=self._life, args=(rank, program, results), name=f"worker-{rank}", daemon=True
+                target=self._work,
+                args=(rank, program, results),
+                name=f"worker-{rank}",
+                daemon=True,
             )
             for rank in range(1, self.size)
         ]
@@ -110,13 +113,13 @@ class World:
             thread.start()
         outside, _HERE.worker = current(), None
         try:
-            self._life(0, program, results)  # WHY: worker 0 in the main thread, for pdb and Ctrl-C
+            self._work(0, program, results)  # WHY: worker 0 in the main thread, for pdb and Ctrl-C
             for thread in threads:
                 thread.join(5.0)  # all have failed or finished by now; a stuck one is a daemon
         finally:
             _HERE.worker = outside
 
-    def _life(self, rank: int, program: Callable[[], Any], results: list[Any]) -> None:
+    def _work(self, rank: int, program: Callable[[], Any], results: list[Any]) -> None:
         _HERE.worker = self.workers[rank]
         self.threads[rank] = threading.get_ident()
         try:
@@ -178,7 +181,7 @@ class World:
             for r, w in enumerate(self._waits)
             if r != rank
         )
-        raise CollectiveError(f"{doing}: {on} cannot come any more ({others})")
+        raise CollectiveError(f"{doing}: {on} can no longer come ({others})")
 
     def breathe(self, rank: int) -> None:
         """Let the others have their turn, where a worker of another engine would wait for one."""

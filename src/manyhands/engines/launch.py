@@ -140,7 +140,7 @@ def _environment(job: Job, board: Board) -> dict[str, str]:
     for name in threads_of.VARIABLES:
         if job.threads or name not in os.environ:
             env[name] = str(threads)
-    for name in (parts.VARIABLE, "MANYHANDS_LIFE"):
+    for name in (parts.VARIABLE, "MANYHANDS_RESTARTS"):
         env.pop(name, None)
     if job.roles:
         env[parts.VARIABLE] = job.roles
@@ -310,7 +310,7 @@ def _ray_asked_first(job: Job, board: Board, env: dict[str, str], script: str) -
                 address=job.address,
             )
         except BaseException:
-            if soft is not None and soft.told:  # Ray's own code turns it into something else
+            if soft is not None and soft.over:  # Ray's own code turns it into something else
                 raise Stopped(soft.asked) from None
             raise
 

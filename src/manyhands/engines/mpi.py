@@ -39,7 +39,7 @@ from manyhands.engines.base import (
     doing,
 )
 from manyhands.engines.group import Group
-from manyhands.engines.liveness import BoardRoster
+from manyhands.engines.process import BoardRoster
 from manyhands.engines.shared import DEAD, FAILED, Board
 from manyhands.errors import CollectiveError, ConfigError, SupportError
 from manyhands.trees import Array
@@ -51,8 +51,9 @@ def attach(place: Place, timeout: float) -> MpiWorker:
     world = mpi.COMM_WORLD
     if world.size == 1 and place.size > 1:
         raise ConfigError(
-            f"mpiexec started {place.size} processes, but each sees itself alone: this mpiexec is "
-            "not of mpi4py's MPI. Type: python -m mpi4py --mpi-lib-version, and use its mpiexec"
+            f"mpiexec started {place.size} processes, but each sees only itself: this mpiexec "
+            "does not belong to mpi4py's MPI. Type: python -m mpi4py --mpi-lib-version, and use "
+            "its mpiexec"
         )
     process.wake_precisely()
     rank, size = world.rank, world.size
@@ -133,11 +134,11 @@ def _duplicate(mpi: Any, timeout: float) -> Any:
 
 class MpiWorker(process.ProcessWorker):
     def __init__(self, place: Place, timeout: float, board: Board | None, transport: MpiTransport,
-                 hosts: Sequence[str], farewell: Any) -> None:  # fmt: skip
+                 hosts: Sequence[str], at_the_end: Any) -> None:  # fmt: skip
         self._mpi = transport.mpi
         # WHY a communicator for the end alone: after a call that was given up, the others count
         # their calls differently, and a barrier among them would meet something else.
-        self._farewell = farewell
+        self._at_the_end = at_the_end
         self._failed = False
         atexit.register(self._leave)  # before `close` is registered: runs after it
         super().__init__(place, timeout, board)
@@ -166,7 +167,7 @@ class MpiWorker(process.ProcessWorker):
         if self._failed:
             self.abandon()
         patience, board, everyone = Patience(0.0), self.board, range(self.place.size)
-        request = self._farewell.Ibarrier()
+        request = self._at_the_end.Ibarrier()
         while not request.Test():
             if not patience.pause() or board is None:
                 continue
@@ -234,7 +235,7 @@ class MpiTransport(TwoStepTransport):
     def _meet(self, note: bytes, arrays: list[Array]) -> tuple[list[bytes], list[bytes] | None]:
         """All notes; and all workers' arrays, when they were small enough to come along."""
         if self._broken:
-            raise CollectiveError(f"this group can make no further call: {self._broken}")
+            raise CollectiveError(f"this group can make no more calls: {self._broken}")
         self._calls, self._note = self._calls + 1, note
         if self._board is not None:
             self._board.set_text(self._pages[self.rank], "call", f"{self._key} {self._calls}")

@@ -1,10 +1,10 @@
-"""Stopping by signal: first asked, then told.
+"""Stopping by signal: first asked, then forced.
 
 The first SIGTERM, SIGUSR1, SIGHUP or Ctrl-C asks: the run ends its update, writes a checkpoint and
 leaves. The second one tells, and so does the deadline: everything ends at once.
 
     launcher    owns the signals; puts the number of the first on the board (or here, inline)
-    workers     hand a signal of their own on to the board: a job manager may signal every process
+    workers     pass a signal of their own on to the board: a job manager may signal every process
     main worker looks at the board once an update, and tells the others
 """
 
@@ -65,11 +65,11 @@ def answer_in_worker(board: Board) -> None:
 
 
 class SoftStop:
-    """`with SoftStop(board): ...` in the launcher; Stopped is raised inside when it is told.
+    """`with SoftStop(board): ...` in the launcher; Stopped is raised inside when it must end.
 
     Without a board the word stays in this process. Outside the main thread, where Python hands out
     no signals, it does nothing. `through_ray`: SystemExit is raised instead, because Ray's own code
-    lets nothing else through. `joined`: in a worker of mpiexec or torchrun, which hand a terminal's
+    lets nothing else through. `joined`: in a worker of mpiexec or torchrun, which pass a terminal's
     Ctrl-C on, so that it comes twice; only the main worker (`speaks`) answers in words.
     """
 
@@ -82,7 +82,7 @@ class SoftStop:
         speaks: bool = True,
     ) -> None:
         self.asked = 0
-        self.told = False
+        self.over = False
         self._board, self._through_ray = board, through_ray
         self._echo, self._speaks = ECHO_SECONDS if joined else 0.0, speaks
         self._asked_at = 0.0
@@ -114,7 +114,7 @@ class SoftStop:
         try:
             yield
         except BaseException:
-            if self.told:
+            if self.over:
                 raise Stopped(self.asked) from None
             raise
 
@@ -123,7 +123,7 @@ class SoftStop:
         if first and time.monotonic() - self._asked_at < self._echo:
             return
         if first or not self._open:
-            self.told = True
+            self.over = True
             raise SystemExit(128 + self.asked) if self._through_ray else Stopped(self.asked)
         if self._board is not None:
             self._board.ask_stop(number)
@@ -132,7 +132,7 @@ class SoftStop:
         self._asked_at = time.monotonic()
         again = "; press again to stop now" if number == signal.SIGINT else ""
         if self._speaks:
-            _say(f"{signal.Signals(number).name}: ends this update and saves{again}")
+            _say(f"{signal.Signals(number).name}: finishing this update, then saving{again}")
         self._timer = threading.Timer(SECONDS, self._strike)
         self._timer.daemon = True
         self._timer.start()

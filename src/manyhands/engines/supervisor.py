@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from manyhands import roles, terminal
-from manyhands.engines.liveness import alive
+from manyhands.engines.process import alive
 from manyhands.engines.shared import DEAD, DONE, EMPTY, FAILED, RUNNING, Board
 from manyhands.errors import Stopped, WorkerError
 
@@ -64,7 +64,7 @@ class Restart:
         time.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (len(self.deaths) - 1)))
         # WHY no preexec_fn: threads run by now, and only a plain spawn is safe beside them. The
         # worker itself asks to die with us.
-        env = self.env | {"MANYHANDS_LIFE": str(self.times)}
+        env = self.env | {"MANYHANDS_RESTARTS": str(self.times)}
         pipe = subprocess.PIPE
         return subprocess.Popen(self.command, env=env, stdout=pipe, stderr=pipe)
 
@@ -187,8 +187,8 @@ class Supervisor:
         if not restart.allowed():
             return False
         who = f"{roles.from_environment(self.board.workers, restart.env).name(rank)}"
-        told = f"{who} {what_ended(code)}; it is started again (life {restart.times + 1})"
-        print(f"manyhands: {told}", file=sys.stderr, flush=True)
+        said = f"{who} {what_ended(code)}; it is started again (restart {restart.times + 1})"
+        print(f"manyhands: {said}", file=sys.stderr, flush=True)
         self.board.set_state(rank, EMPTY)
         child.process = restart.start()
         self.pass_on(child, *restart.filters)

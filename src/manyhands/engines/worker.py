@@ -165,15 +165,15 @@ def _watch_baton(world: inline.World, board: Board) -> None:
             frame = sys._current_frames().get(world.threads[rank] or 0)
             stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
             text = (
-                f"kept the others waiting for more than {world.timeout:g} s, its deadline. If that "
-                f"work is honest, allow it more: --timeout SECONDS. It is here:\n{stack}"
+                f"kept the others waiting for more than {world.timeout:g} s, its deadline. If it "
+                f"needs that long, allow it more: --timeout SECONDS. It is here:\n{stack}"
             )
             board.set_state(rank, FAILED, text, code=1)
             os._exit(1)
 
 
 def _return(rank: int, value: Any) -> None:
-    """Hand the function's value to the launcher, if it asked for one and is on this host."""
+    """Give the function's value to the launcher, if it asked for one and is on this host."""
     places = os.environ.get("MANYHANDS_RESULTS", "")
     if places and value is not None:
         with open(places.split(",")[rank], "r+b") as file:

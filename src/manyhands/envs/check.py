@@ -81,7 +81,7 @@ def _reset_findings(env: Any, seed: int) -> list[str]:
     # An env that never calls super().reset(seed=seed) has a generator with a seed of its own.
     if env.unwrapped.np_random_seed != seed:
         findings.append(
-            "reset() does not hand on the seed: call super().reset(seed=seed) first, and draw "
+            "reset() does not pass the seed on: call super().reset(seed=seed) first, and draw "
             "from self.np_random"
         )
     return findings

@@ -38,7 +38,7 @@ from manyhands.streams import OwnChance
 from manyhands.trees import Array
 from manyhands.types import Obs
 
-LONGEST = 100_000  # steps of an episode that is played again; a longer one is not gone on with
+LONGEST = 100_000  # steps of an episode that is played again; a longer one is not resumed
 SECONDS = 30.0  # that playing again may take on a worker; the others wait for it
 _ROOM, _MOST_BYTES = 256, 256 << 20
 
@@ -49,7 +49,7 @@ class ActionLog:
     """The actions since the oldest running episode began, [room, B, ...]; the oldest go first.
 
     Every episode has its own seed, so `reset(seed)` and the same actions play it again: that is how
-    a running episode is gone on with after a resume. One row is written for each step of all
+    a running episode continues after a resume. One row is written for each step of all
     environments together, about 0.3 µs (a step of one CartPole takes 10).
     """
 
@@ -131,7 +131,7 @@ class EnvLoop(VecAdapter):
                 first.action_space,
             ):
                 raise ConfigError(
-                    f"env {i} has other spaces than env 0: {env.observation_space}, "
+                    f"env {i} has different spaces from env 0: {env.observation_space}, "
                     f"{env.action_space} against {first.observation_space}, {first.action_space}"
                 )
         super().__init__(
@@ -258,7 +258,7 @@ class EnvLoop(VecAdapter):
             return ""
         actions = state["actions"][i]
         if seed is None:
-            return "went on with a generator of its own, which cannot be put back"
+            return "continued with a generator of its own, which cannot be put back"
         if actions is None:
             return "is too long for its actions to be played again"
         value, _ = env.reset(seed=seed)

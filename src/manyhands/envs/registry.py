@@ -79,7 +79,7 @@ def unknown_id(env_id: str, known: list[str], detail: str) -> ConfigError:
     if near:
         hint = "did you mean " + ", ".join(by_lower[name] for name in near) + "?"
     else:
-        hint = "no registered name comes near; for your own environment give 'package.module:Class'"
+        hint = "no registered name is close; for your own environment give 'package.module:Class'"
     return ConfigError(f"there is no environment {env_id!r}: {hint} ({detail})")
 
 
@@ -125,7 +125,7 @@ def missing_package(env_id: str, error: Exception) -> ManyhandsError:
     point = str(known_id(env_id).entry_point)
     if "_raise_mujoco_py_error" in point:  # Gymnasium keeps the old ids only to refuse them
         modern = re.sub(r"-v\d+$", "-v5", env_id)
-        return ConfigError(f"{env_id} was built on mujoco-py, which is gone; use {modern}")
+        return ConfigError(f"{env_id} was built on mujoco-py, which no longer exists; use {modern}")
     if "mujoco" in point:
         return needs("mujoco", "mujoco", error)
     if "ale_py" in point:

@@ -119,7 +119,7 @@ def _advice(kind: str, experiment: Experiment, cores: int) -> str:
         case "no data":
             return f"whoever learns waits for those that act: {_more_workers(run.workers, cores)}"
         case "no room":
-            return "those that act wait for whoever learns: more workers that act bring nothing"
+            return "those that act wait for whoever learns: more workers that act will not help"
         case "writing":
             return "write less often (a larger --log-every)"
         case "saving":
@@ -139,8 +139,8 @@ _FASTER_ENVIRONMENTS: dict[Stepper, str] = {
 
 def _more_workers(workers: int, cores: int) -> str:
     if workers < cores:
-        return f"use more workers (--workers {cores}; {workers} of {cores} cores work now)"
-    return f"all {cores} cores work already; a machine with more would help"
+        return f"use more workers (--workers {cores}; {workers} of {cores} cores are busy now)"
+    return f"all {cores} cores are busy already; a machine with more would help"
 
 
 def _faster_learning(experiment: Experiment, cores: int) -> list[str]:

@@ -133,7 +133,7 @@ def newest(
         except Damaged as fault:
             damaged.append((path, str(fault)))
     if not damaged:
-        raise ConfigError(f"{run_dir} holds no checkpoint: there is nothing to go on from")
+        raise ConfigError(f"{run_dir} holds no checkpoint: there is nothing to resume from")
     reasons = "\n".join(f"  {reason}" for _, reason in damaged)
     raise ConfigError(
         f"no checkpoint of {run_dir} can be used:\n{reasons}\nThe run is not started from scratch; "
@@ -244,19 +244,19 @@ def _manifest(path: Path) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as fault:
         raise Damaged(f"{file} is not a manifest ({type(fault).__name__})") from None
     if not whole:
-        raise Damaged(f"{file} has been changed: its checksum is another")
+        raise Damaged(f"{file} has been changed: its checksum does not match")
     return dict(found)
 
 
 def _checked(file: Path, manifest: Mapping[str, Any]) -> bytes:
     """The bytes of a file, once they are those that were written."""
-    told = manifest["files"].get(file.name)
-    if told is None:
+    written = manifest["files"].get(file.name)
+    if written is None:
         raise Damaged(f"{file} is not in the manifest")
-    data = _read(file, told["size"] if file.name == ARRAYS else min(told["size"], MAX_JSON))
-    if len(data) != told["size"]:
-        raise Damaged(f"{file} has {len(data):,} bytes, and {told['size']:,} were written")
-    if _print_of(data) != told:
+    data = _read(file, written["size"] if file.name == ARRAYS else min(written["size"], MAX_JSON))
+    if len(data) != written["size"]:
+        raise Damaged(f"{file} has {len(data):,} bytes, but {written['size']:,} were written")
+    if _print_of(data) != written:
         raise Damaged(f"{file} has been changed: its SHA-256 is not the one in the manifest")
     return data
 

@@ -47,24 +47,27 @@ EVENTS: dict[str, tuple[tuple[str, ...], str]] = {
     "start": (("workers", "engine"), "the run begins"),
     "resume": (
         ("workers", "engine", "env_steps", "steps"),
-        "it goes on, from `env_steps`; `steps` are those of the whole run",
+        "it continues from `env_steps`; `steps` are those of the whole run",
     ),
-    "resume_note": (("text",), "what could not be taken up exactly"),
+    "resume_note": (("text",), "what could not be restored exactly"),
     "checkpoint": (("env_steps", "name", "milliseconds"), "one was written"),
     "checkpoint_failed": (
         ("env_steps", "error", "checkpoint_failures"),
-        "one could not be written; the training goes on",
+        "one could not be written; training goes on",
     ),
     "policy_not_written": (("error",), "the disk refused `policy.safetensors`"),
-    "restart": (("worker", "life"), "a worker that was killed is back, in its `life`"),
+    "restart": (
+        ("worker", "life"),
+        "a worker that was killed has been restarted; `life` counts how often",
+    ),
     "shard_lost": (
         ("worker", "rows", "what"),
         "apex: an actor was killed; `what` became of the rows of its shard, `keep` or `drop`",
     ),
     "asynchronous": (
         ("late", "lost", "refused", "restarts"),
-        "the end of an asynchronous run: parcels that came when it was over, that died with their "
-        "writer, that were too old; workers that were started again",
+        "the end of an asynchronous run: messages that came when it was over, that were lost with "
+        "their writer, that were too old; workers that were restarted",
     ),
     "end": (("exit", "env_steps"), "the run has ended, or was asked to stop"),
     "fault": (("error", "env_steps"), "it has failed"),

@@ -84,7 +84,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def told(cls, path: Path, experiment: Experiment) -> RunFolder:
+    def for_summary(cls, path: Path, experiment: Experiment) -> RunFolder:
         """A folder to which only a summary is written, for a run whose own writer is gone."""
         folder = cls(path)
         folder._experiment = experiment
@@ -97,7 +97,7 @@ class RunFolder:
             return
         if holds_a_run(self.path):
             raise ConfigError(
-                f"{self.path} already holds a run; to go on with it, type: manyhands resume "
+                f"{self.path} already holds a run; to continue it, type: manyhands resume "
                 f"{self.path}; for a new one, give another --run-dir"
             )
         try:
@@ -186,7 +186,7 @@ class RunFolder:
         self._put("events", {"event": kind, **clock, **facts})
 
     def _put(self, part: str, record: Mapping[str, Any]) -> None:
-        """One row. A full disk is no reason to stop a training: the row is lost, and told of."""
+        """One row. A full disk does not stop a training: the row is lost, and that is reported."""
         if not self._files:
             return
         try:

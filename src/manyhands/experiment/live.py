@@ -118,8 +118,8 @@ def view_lines(state: State, width: int) -> list[Text]:
     rows = [("", [f"{state.share:4.0%}", ahead]), ("steps", _steps(state))]
     rows.append(("return", _returns(state)))
     names = sorted(facts.info, key=lambda name: not name.endswith("_loss"))
-    told = [n for n in names if not n.startswith("lag")]  # that one is with the workers
-    rows.append(("update", [f"{_words(n)} {facts.info[n]:.3g}" for n in told]))
+    shown = [n for n in names if not n.startswith("lag")]  # that one is with the workers
+    rows.append(("update", [f"{_words(n)} {facts.info[n]:.3g}" for n in shown]))
     rows.append(("time", _time(state)))
     rows.append(("workers", _workers(state)))
     tail = "  ".join(rows[0][1])

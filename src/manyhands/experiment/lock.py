@@ -1,6 +1,6 @@
 """One process at a time in a run folder.
 
-A file `.lock`, held by flock for as long as the process lives, says who: process, host, and which
+A file `.lock`, held by flock for as long as the process runs, says who: process, host, and which
 start of that machine. The kernel lets go when the process ends, however it ends; what the file says
 is for the message, and for file systems whose locks do not reach other machines.
 

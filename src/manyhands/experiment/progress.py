@@ -22,7 +22,7 @@ from manyhands.experiment.report_lines import number
 from manyhands.terminal import Outlet, Relay, Standing, can_draw, in_notebook, is_terminal
 
 _LIVE_SECONDS, _NOTEBOOK_SECONDS, _FILE_SECONDS = 0.2, 0.5, 10.0
-_FIRST_LINE_SECONDS = 2.0  # a file gets its first line early: a sign of life
+_FIRST_LINE_SECONDS = 2.0  # a file gets its first line early: a sign that it runs
 _SPEED_SECONDS = 10.0  # the speed shown is that of the last so many seconds
 _MOST_SECONDS = 5.0  # a view that is slow to draw is drawn less often, but at least this often
 _DRAWING_SHARE = 100  # drawing may take one part in so many of the time
@@ -252,7 +252,7 @@ def one_line(state: State) -> str:
 
 
 def lag_of(facts: Facts) -> float | None:
-    """How many versions old what was learned from is, in the mean; None where nothing can be."""
+    """How many versions old the data learned from is, on average; None where data cannot be old."""
     return facts.info.get("lag", facts.info.get("lag_mean"))
 
 

@@ -34,8 +34,8 @@ class Records:
     Args:
         experiment: what runs.
         main: whether this is the worker that writes.
-        threads: of each process, to be told.
-        device: who computes where, to be told.
+        threads: of each process, for the start table.
+        device: who computes where, for the start table.
         resumed: the "records" of the checkpoint that the run goes on from.
         notes: what is to be said about that checkpoint.
     """
@@ -106,10 +106,10 @@ class Records:
             self.folder.event("resume_note", text=text)
             _say(text)
 
-    def episodes(self, steps: int, told: Any) -> None:
+    def episodes(self, steps: int, finished: Any) -> None:
         """Finished episodes of all workers: rows of (env, return, length, worker)."""
         wall = self.wall_seconds
-        for env, total, length, worker in told.tolist():
+        for env, total, length, worker in finished.tolist():
             self.returns.add(total)
             self.folder.episode(steps, int(worker), int(env), total, int(length), wall)
 
@@ -143,7 +143,7 @@ class Records:
         }
 
     def checkpoint(self, state: dict[str, Any], steps: int, updates: int) -> None:
-        """Write a checkpoint. A disk that refuses is told of, and the training goes on."""
+        """Write a checkpoint. A disk that refuses is reported, and the training goes on."""
         began = time.perf_counter()
         if self.folder.path is None:
             return

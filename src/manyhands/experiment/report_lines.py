@@ -50,7 +50,7 @@ def end_table(experiment: Experiment, summary: Mapping[str, Any]) -> str:
         "speed": f"{number(summary['steps_per_second'])} steps/s, {wall:.1f} s",
         "return": "no episode has finished"
         if mean is None or best is None
-        else f"{mean:.2f} in the mean of the last 100 episodes, {best:.2f} at best",
+        else f"{mean:.2f} on average over the last 100 episodes, {best:.2f} at best",
     }
     phases: Mapping[str, float] = summary.get("phase_seconds") or {}
     for i, (name, seconds, share) in enumerate(shares(phases, wall)):

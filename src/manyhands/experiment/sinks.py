@@ -44,7 +44,7 @@ def tell(text: str) -> None:
 
 
 class Sinks:
-    """Several sinks as one. A sink that fails is told of once and left out from then on."""
+    """Several sinks as one. A sink that fails is reported once and left out from then on."""
 
     def __init__(self, sinks: Sequence[Sink] = (), say: Say = tell) -> None:
         self._sinks, self._say = list(sinks), say

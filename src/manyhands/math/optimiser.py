@@ -207,4 +207,4 @@ def _within(progress: float) -> float:
 
 
 def _unknown(spec: Spec) -> ConfigError:
-    return ConfigError(f"{spec!r} is no schedule; give {_FORMS}")
+    return ConfigError(f"{spec!r} is not a schedule; give {_FORMS}")

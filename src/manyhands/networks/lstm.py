@@ -81,13 +81,13 @@ class RecurrentActorCritic(nn.Module):
 
     def policy(self, observations: Observations) -> Tensor:
         """Distribution parameters at the first step of episodes, [N, P]."""
-        return self.step(observations, self._nothing(observations))[0]
+        return self.step(observations, self._zero_state(observations))[0]
 
     def value(self, observations: Observations) -> Tensor:
         """Values at the first step of episodes, [N]."""
-        return self.step(observations, self._nothing(observations))[1]
+        return self.step(observations, self._zero_state(observations))[1]
 
-    def _nothing(self, observations: Observations) -> Tensor:
+    def _zero_state(self, observations: Observations) -> Tensor:
         rows, device = trees.rows(observations), self.policy_out.weight.device
         return torch.zeros(rows, self.state_size, device=device)
 
@@ -135,16 +135,16 @@ class RecurrentActor:
 
     def act(self, obs: Obs, noise: Any) -> Acted:
         """The first step of episodes."""
-        return self.act_with(obs, noise, self._nothing(obs))[0]
+        return self.act_with(obs, noise, self._zero_state(obs))[0]
 
     @torch.no_grad()
     def value(self, obs: Obs) -> Array:
         """Of the first step of episodes."""
-        state = torch.as_tensor(self._nothing(obs), device=self._device)
+        state = torch.as_tensor(self._zero_state(obs), device=self._device)
         values: Array = self._model.step(to_tensor(obs, self._device), state)[1].cpu().numpy()
         return values
 
-    def _nothing(self, obs: Obs) -> Array:
+    def _zero_state(self, obs: Obs) -> Array:
         return np.zeros((trees.rows(obs), self._model.state_size), np.float32)
 
 

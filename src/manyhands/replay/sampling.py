@@ -116,7 +116,7 @@ class Uniform:
 class Proportional:
     """In proportion to priority, one draw from each of B equal parts of the total (stratified).
 
-    The tree over all rings lives here, with the one who draws. What a writer has appended is taken
+    The tree over all rings is here, with the one who draws. What a writer has appended is taken
     in by looking at its ring's counters: appending never waits, and an update of priorities is a
     local affair.
     """

@@ -4,7 +4,7 @@
         actor 1 ──append──> shard 1 ─┼──────────> learner: one sum tree over all shards,
         actor 2 ──append──> shard 2 ─┘            draws, copies, updates priorities
 
-Each shard is a ring in shared memory with one writer (ring.py). The tree lives in the learner,
+Each shard is a ring in shared memory with one writer (ring.py). The tree is kept by the learner,
 which takes in new rows by looking at the shards' counters. So appending never waits for another
 actor or for the learner, a change of priority is local to the learner, and between processes there
 is no lock at all: whoever dies, nobody is stuck. Probabilities, importance weights and their

@@ -179,11 +179,11 @@ class SumTree:
             node = (node << SHIFT | WIDTH - 1) - child
         priorities = self._leaves.take(node)
         if np.count_nonzero(priorities) < len(node):
-            self._mend(node)
+            self._repair(node)
             priorities = self._leaves.take(node)
         return node, priorities
 
-    def _mend(self, node: Array) -> None:
+    def _repair(self, node: Array) -> None:
         """Rounding left a target just past its node, at a 0: take the last priority before it."""
         positive = np.flatnonzero(self._leaves)
         wrong = np.flatnonzero(self._leaves.take(node) <= 0.0)
@@ -225,20 +225,20 @@ class _Extreme:
     own largest (or smallest), which is put right where something has changed.
     """
 
-    def __init__(self, leaves: Array, better: Any, nothing: float) -> None:
+    def __init__(self, leaves: Array, better: Any, empty: float) -> None:
         self._leaves, self._blocks = leaves, leaves.reshape(-1, _BLOCK)
-        self._better, self._nothing = better, nothing
+        self._better, self._empty = better, empty
         self._best = methodcaller("argmax" if better is np.maximum else "argmin")
-        self._bounds = np.full(len(self._blocks), nothing)
+        self._bounds = np.full(len(self._blocks), empty)
         self._stale = np.zeros(len(self._blocks), bool)
         self.reset()
 
     def reset(self) -> None:
         """All priorities are 0."""
-        self._bounds[:] = self._nothing
+        self._bounds[:] = self._empty
         self._stale[:] = False
         self._noted: list[Array] = []
-        self._index, self._value = 0, self._nothing
+        self._index, self._value = 0, self._empty
 
     def note(self, indices: Array) -> None:
         """Those have changed."""
@@ -263,7 +263,7 @@ class _Extreme:
         values = self._counted(self._leaves.take(changed))
         at = int(self._best(values))
         value = values.item(at)
-        if value == self._value or (value > self._value) is (self._nothing == 0.0):
+        if value == self._value or (value > self._value) is (self._empty == 0.0):
             self._index, self._value = changed.item(at), value
         elif self._leaves.item(self._index) != self._value:
             self._index = -1  # it was taken away, and nothing as good has come
@@ -279,8 +279,8 @@ class _Extreme:
 
     def _counted(self, values: Array) -> Array:
         """Of the smallest: 0 means that nothing is there."""
-        if self._nothing > 0.0 and np.count_nonzero(values) < values.size:
-            return np.where(values > 0.0, values, self._nothing)
+        if self._empty > 0.0 and np.count_nonzero(values) < values.size:
+            return np.where(values > 0.0, values, self._empty)
         return values
 
 

@@ -1,10 +1,10 @@
-"""Every worker acts; the main worker learns from all rows and hands the weights back.
+"""Every worker acts; the main worker learns from all rows and sends the weights back.
 
     worker 0   envs ─► rows ─┐
     worker 1   envs ─► rows ─┼─ gather ─► main: update ─► weights to all
     worker 2   envs ─► rows ─┘
 
-Who holds what: the optimiser lives on the main worker; weights on all, the same while acting.
+Who holds what: the optimiser is on the main worker; weights on all, the same while acting.
 What moves: every row once, the weights once an update. Synchronous, no staleness. It wins when
 minibatches are many and observations small; its limit is the one worker that learns.
 

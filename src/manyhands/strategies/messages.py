@@ -147,7 +147,8 @@ class Inbox:
             except CollectiveError as error:
                 missing = [self._context.roles.name(r) for r in self.senders if r not in self.left]
                 raise CollectiveError(
-                    f"the run has ended, but {', '.join(missing)} did not say good-bye: {error}"
+                    f"the run has ended, but {', '.join(missing)} did not say that "
+                    f"they had finished: {error}"
                 ) from None
             if message is not None:
                 late.append(message)

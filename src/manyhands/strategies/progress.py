@@ -7,8 +7,8 @@ from or refused, and both are counted. A checkpoint holds
 
     algorithm           weights, optimiser, minibatch generator
     records             returns, rows written, wall seconds
-    team, or crew       steps, updates and so on of a synchronous, or an asynchronous, run; under
-                        the names that version 0.1.0 gave them
+    its counters        steps, updates and so on; version 0.1.0 called them "team" in a synchronous
+                        run and "crew" in an asynchronous one
     workers             synchronous, of each: environments, noise, normaliser, global generators,
                         seconds by phase, and what a strategy adds (`EveryWorker.extra`)
     normaliser, and …   asynchronous; and whatever else the strategy's `Keeper` has
@@ -254,7 +254,7 @@ class RunProgress:
         if fault := difference(context.algorithm.state(), state["algorithm"], "algorithm"):
             raise ConfigError(
                 f"the checkpoint does not fit this run: {fault}. The network, the environment or "
-                "the version of manyhands is another than the one that it was made with"
+                "the version of manyhands differs from the one it was made with"
             )
         context.algorithm.load_state(state["algorithm"])
         counts = state["team" if context.synchronous else "crew"]
@@ -359,7 +359,7 @@ class EveryWorker:
         workers, size = state["workers"], self._group.size
         if len(workers) != size:
             raise ConfigError(
-                f"the checkpoint is of {len(workers)} workers and there are {size}; "
+                f"the checkpoint has {len(workers)} workers, but this run has {size}; "
                 f"type: --workers {len(workers)}"
             )
         mine = workers[self._group.rank]

@@ -165,7 +165,7 @@ class ReplayWorker(Part):
         if kept is None:
             self.transitions.n_step.forget()
             notes.append(
-                "the replay was not saved (--checkpoint-replay saves it): it is filled anew, to "
+                "the replay was not saved (--checkpoint-replay saves it): a new one is filled, to "
                 f"{self.options.learning_starts:,} transitions, before learning goes on"
             )
         load_process_state(self.context, state)

@@ -242,8 +242,8 @@ def _play(
     results = [ended[i] for i in range(episodes)]
     found.returns = [result[0] for result in results]
     found.lengths = [result[1] for result in results]
-    told = [bool(result[2]) for result in results if result[2] is not None]
-    found.successes = told if len(told) == episodes else []
+    known = [bool(result[2]) for result in results if result[2] is not None]
+    found.successes = known if len(known) == episodes else []
 
 
 def _stacked(policy: Policy, observations: list[Any]) -> Any:

@@ -115,11 +115,11 @@ def _angle_plane(space: Any, seen: Array, env: str) -> Plane:
 
 def _component_plane(policy: Policy, space: Any, seen: Array, env: str) -> Plane:
     size, facts = seen.shape[1], known(env)
-    told = bool(facts.names[0]) and max(facts.components) < size
-    i, j = facts.components if told or size == 2 else _most_telling(policy, seen)
-    rest = np.zeros(size) if told else seen.mean(axis=0)
-    names = facts.names if told else (f"observation[{i}]", f"observation[{j}]")
-    ranges = facts.ranges if told else (None, None)
+    named = bool(facts.names[0]) and max(facts.components) < size
+    i, j = facts.components if named or size == 2 else _most_telling(policy, seen)
+    rest = np.zeros(size) if named else seen.mean(axis=0)
+    names = facts.names if named else (f"observation[{i}]", f"observation[{j}]")
+    ranges = facts.ranges if named else (None, None)
     x, y = (r or _range(space, seen, c) for r, c in zip(ranges, (i, j), strict=True))
 
     def observe(points: Array) -> Array:
@@ -129,8 +129,8 @@ def _component_plane(policy: Policy, space: Any, seen: Array, env: str) -> Plane
 
     note = ""
     if size > 2:
-        at = "at 0" if told else "at their mean over the episode"
-        chosen = "" if told else ", the two on which the action depends the most there"
+        at = "at 0" if named else "at their mean over the episode"
+        chosen = "" if named else ", the two on which the action depends the most there"
         note = f"A cut: components {i} and {j} of {size} vary{chosen}; the others stand {at}."
     return Plane(
         names=(names[0], names[1]),

@@ -54,7 +54,7 @@ def write_report(
 def make_page(runs: Sequence[Run], *, video: bool = True) -> str:
     run = runs[0]
     setup = run.experiment.run
-    told = (
+    subtitle = (
         f"{run.summary['strategy']} strategy on the {run.summary['engine']} engine, "
         f"{_many(int(run.summary['workers']), 'worker')}, seed {run.summary['seed']}"
     )
@@ -72,7 +72,7 @@ def make_page(runs: Sequence[Run], *, video: bool = True) -> str:
     footer = (
         f"Made by manyhands {__version__} on {made} from {run.path.absolute().name}, {setup.env}."
     )
-    return html.page(run.name, told, body, footer)
+    return html.page(run.name, subtitle, body, footer)
 
 
 # -- the parts of the page -------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def headline(run: Run) -> str:
     ]
     fault = html.code(words, fault=True) if failed else ""
     if not run.finished:
-        fault = html.paragraph("The run has written no summary: it goes on, or it was killed.")
+        fault = html.paragraph("There is no summary: the run is still running, or it was killed.")
     return html.tiles(parts) + fault
 
 
@@ -140,7 +140,7 @@ def learning(runs: Sequence[Run]) -> str:
 
 
 def measures(run: Run) -> str:
-    """Small multiples of everything that the algorithm has told."""
+    """Small multiples of everything that the algorithm has reported."""
     made, constant = [], []
     for name, values in run.metrics.items():
         if name in _NOT_DRAWN or name.startswith("seconds/"):
@@ -164,10 +164,10 @@ def measures(run: Run) -> str:
         made.append(picture(draw, _SMALL, curves.words_of(name), size=9.0))
     if not made and not constant:
         return html.section("Measures", html.paragraph("No update has been recorded."))
-    same = f"The same all the way: {', '.join(constant)}." if constant else ""
+    same = f"Constant throughout: {', '.join(constant)}." if constant else ""
     return html.section(
         "Measures",
-        html.paragraph("Against environment steps; one point an update.", soft=True),
+        html.paragraph("Against environment steps; one point for each update.", soft=True),
         html.gallery(made, small=True),
         html.paragraph(same, soft=True),
     )

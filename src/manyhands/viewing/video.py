@@ -135,7 +135,7 @@ def _own_stage(source: Any, experiment: Experiment, camera: bool) -> Stage:
     if camera and getattr(env, "render_mode", None) != "rgb_array":
         env.close()
         raise SupportError(
-            f"{run.env} cannot be filmed: it is to take render_mode='rgb_array', keep it in "
+            f"{run.env} cannot be filmed: it must take render_mode='rgb_array', keep it in "
             "self.render_mode, and draw in render()"
         )
     return PlainStage(env, run.env)
@@ -276,7 +276,9 @@ class Film:
             self._writer = self._open(picture.shape[1], picture.shape[0])
             self._writer.send(None)
         if picture.shape != self._shape:
-            raise SupportError(f"pictures change from {self._shape} to {picture.shape} on the way")
+            raise SupportError(
+                f"the size of the pictures changes from {self._shape} to {picture.shape}"
+            )
         self._writer.send(picture)
         self.frames += 1
 

@@ -24,10 +24,9 @@ from manyhands.engines.base import (
     worker_names,
 )
 from manyhands.engines.group import Group
-from manyhands.engines.liveness import BoardRoster
 from manyhands.engines.local.sockets import Server, SocketService
 from manyhands.engines.local.transport import OPEN, LocalTransport
-from manyhands.engines.process import ProcessWorker, open_board, wake_precisely
+from manyhands.engines.process import BoardRoster, ProcessWorker, open_board, wake_precisely
 from manyhands.engines.shared import RUNNING, Board, Segment, fence
 from manyhands.errors import ConfigError
 from manyhands.trees import Tree
@@ -40,8 +39,8 @@ def attach(place: Place, timeout: float) -> Worker:
     board = open_board(place.size)
     if board is None:
         raise ConfigError(
-            "the local engine is started by `manyhands launch -n N script.py`; its board is not in "
-            "reach of this process"
+            "the local engine is started by `manyhands launch -n N script.py`; this process "
+            "cannot reach its board"
         )
     return LocalWorker(place, timeout, board)
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from manyhands.engines.base import Check, Patience, Roster, Sizes, Transport, add_up, doing
-from manyhands.engines.liveness import BoardRoster
+from manyhands.engines.process import BoardRoster
 from manyhands.engines.shared import ResultPool, Segment, fence
 from manyhands.trees import Array
 
@@ -273,9 +273,9 @@ class LocalTransport(Transport):
     def split(self, members: Sequence[int]) -> Transport:
         leads = members[0] == self.rank
         control = Segment(control_size(len(members))) if leads else None
-        told = self.exchange(control.address.encode() if control is not None else b"")
+        addresses = self.exchange(control.address.encode() if control is not None else b"")
         if control is None:
-            control = self._reach(told[members[0]].decode(), members[0])
+            control = self._reach(addresses[members[0]].decode(), members[0])
         self.exchange(b"")  # the leader may not go away before all have opened it
         return self._part(control, members)
 

@@ -13,24 +13,24 @@ from manyhands.errors import CollectiveError, ConfigError
 from manyhands.trees import Tree
 
 if TYPE_CHECKING:
-    from manyhands.engines.ray.parts import Desk
+    from manyhands.engines.ray.parts import Client
 
 START_SECONDS = 60.0  # the most that the start of all actors may take
-DESK: list[Desk] = []  # in an actor's process: its door to the office
+CLIENT: list[Client] = []  # in an actor's process: its door to the coordinator
 
 
 def attach(place: Place, timeout: float) -> RayWorker:
     """Meet the other actors of this run; CollectiveError names those who do not come."""
-    if not DESK:
+    if not CLIENT:
         raise ConfigError(
             "MANYHANDS_ENGINE=ray, but this process is not one of manyhands' Ray actors; type "
             "`manyhands launch --engine ray -n N script.py`"
         )
-    return RayWorker(place, timeout, DESK[0])
+    return RayWorker(place, timeout, CLIENT[0])
 
 
 class RayWorker(process.ProcessWorker):
-    def __init__(self, place: Place, timeout: float, desk: Desk) -> None:
+    def __init__(self, place: Place, timeout: float, client: Client) -> None:
         import ray
         import torch
 
@@ -38,7 +38,7 @@ class RayWorker(process.ProcessWorker):
         from manyhands.engines.torch import Arrival, own_gpus
         from manyhands.engines.torch import transport as c10d
 
-        self._desk = desk
+        self._client = client
         self._handed: WeightStore | None = None
         self._version = 0  # of the weights that were handed out last
         start = max(timeout, START_SECONDS) if timeout > 0 else 0.0
@@ -49,7 +49,7 @@ class RayWorker(process.ProcessWorker):
         gpus = torch.cuda.device_count() if torch.distributed.is_nccl_available() else 0
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         here = [place.host, gpus, visible, ip, port]
-        state, met = desk.ask("start of the ray engine", "meet", "start", place.rank, here, start,
+        state, met = client.ask("start of the ray engine", "meet", "start", place.rank, here, start,
                               wait=start)  # fmt: skip
         if state != "ok":
             raise _nobody(state, met, place.size, start)
@@ -63,9 +63,9 @@ class RayWorker(process.ProcessWorker):
             place.rank, place.size, store, timeout, gpu=mine, one_host=len(set(hosts)) == 1
         )
         roster = self.roster(hosts)
-        desk.names = roster.names
+        client.names = roster.names
         if board is None:
-            roster = NewsRoster(desk, roster.names)
+            roster = NewsRoster(client, roster.names)
         self.group = Group(
             c10d.C10dTransport(self._process_group, range(place.size), place.rank, roster, timeout,
                                board, store)
@@ -74,12 +74,12 @@ class RayWorker(process.ProcessWorker):
     def channel(self, name: str, *, reader: int = 0, capacity: int = 8) -> Channel:
         from manyhands.engines.ray.parts import RayChannel
 
-        return RayChannel(self._desk, name, reader, capacity, self.timeout)
+        return RayChannel(self._client, name, reader, capacity, self.timeout)
 
     def weights(self, name: str, *, writer: int = 0) -> WeightStore:
         from manyhands.engines.ray.parts import RayWeights
 
-        return RayWeights(self._desk, name, writer, self.timeout)
+        return RayWeights(self._client, name, writer, self.timeout)
 
     def hand_out(self, weights: Tree) -> Tree:
         """Through the object store: put once a version, fetched once a node."""
@@ -94,19 +94,19 @@ class RayWorker(process.ProcessWorker):
         return found[1]
 
     def serve(self, name: str, target: object) -> None:
-        self._desk.serve(name, target)
+        self._client.serve(name, target)
 
     def service(self, name: str, timeout: float | None = None) -> Service:
         from manyhands.engines.ray.parts import RayService
 
         limit = self.timeout if timeout is None else timeout
-        state, found = self._desk.ask(f"service {name!r}", "find", name, limit, wait=limit)
+        state, found = self._client.ask(f"service {name!r}", "find", name, limit, wait=limit)
         if state != "ok":
             raise CollectiveError(
                 f"service {name!r}: nobody offered it within {limit:g} s; offered are: "
                 f"{', '.join(found) or 'none'}"
             )
-        return RayService(self._desk, name, int(found), self.timeout)
+        return RayService(self._client, name, int(found), self.timeout)
 
     def fail(self, error: BaseException) -> None:
         super().fail(error)

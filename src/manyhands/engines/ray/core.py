@@ -1,9 +1,9 @@
 """Workers as Ray actors: one actor a worker, kept for the whole run. Ray core only.
 
-    driver: start or join Ray -> office and actors -> run the program in each -> first true failure
+    driver: start or join Ray -> coordinator and actors -> the program in each -> first true failure
     actor:  the user's program in its main thread; `attach` meets the others
 
-Collectives go over c10d between the actors' processes; everything else through the office
+Collectives go over c10d between the actors' processes; everything else through the coordinator
 (ray_parts.py). Ray's own serialisation sees bytes, numpy arrays and plain data only.
 """
 
@@ -22,14 +22,14 @@ from typing import Any
 
 from manyhands import threads, wire
 from manyhands.engines import process
-from manyhands.engines.liveness import alive
-from manyhands.engines.ray import DESK, START_SECONDS
+from manyhands.engines.process import alive
+from manyhands.engines.ray import CLIENT, START_SECONDS
 from manyhands.engines.ray.session import Session
 from manyhands.engines.shared import DEAD, FAILED, RUNNING, Board
 from manyhands.errors import CollectiveError, ConfigError, WorkerError
 
 _GRACE = 0.5  # seconds that the true cause gets to show itself, once a mere consequence has come
-_LAST_WORDS = "ended without a word: SIGKILL (kill -9 or out of memory), a crash in native code, \
+_LAST_WORDS = "ended silently: SIGKILL (kill -9 or out of memory), a crash in native code, \
 or os._exit"
 
 
@@ -62,15 +62,15 @@ def run(*, workers: int, run_worker: str, payload: dict[str, Any], timeout: floa
         **env,
     }
     with Session(workers, cpus_per_worker, address, env) as session:
-        crew = _Crew(session, workers, cpus_per_worker, env)
+        actors = _Actors(session, workers, cpus_per_worker, env)
         try:
-            crew.start(on_ready)
-            return crew.work(run_worker, payload)
+            actors.start(on_ready)
+            return actors.work(run_worker, payload)
         finally:
-            crew.end()
+            actors.end()
 
 
-class _Crew:
+class _Actors:
     """The actors of one run, as the driver sees them."""
 
     def __init__(self, session: Any, workers: int, cpus: float, env: dict[str, str]) -> None:
@@ -82,8 +82,8 @@ class _Crew:
         self._ray, self._session, self._size, self._env = ray, session, workers, env
         token = env.get("MANYHANDS_BOARD", "")
         self._board = Board.open(token, workers) if token else None
-        self._office = ray.remote(num_cpus=0, max_concurrency=100 * (workers + 1))(
-            ray_parts.Office
+        self._coordinator = ray.remote(num_cpus=0, max_concurrency=100 * (workers + 1))(
+            ray_parts.Coordinator
         ).remote(workers)
         seat = ray.remote(num_cpus=cpus, max_restarts=0)(Seat)
         caps = {k: v for k, v in env.items() if k.endswith("_THREADS")}
@@ -95,7 +95,7 @@ class _Crew:
         self._seats = [
             seat.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True), **options
-            ).remote(self._office, rank, workers)
+            ).remote(self._coordinator, rank, workers)
             for rank, node in enumerate(nodes)
         ]
         self._where: list[dict[str, Any]] = []
@@ -103,7 +103,7 @@ class _Crew:
     def start(self, on_ready: Callable[[list[int]], None] | None) -> None:
         """Wait until all actors are up, under one deadline."""
         refs = [s.where.remote(self._session.output) for s in self._seats]
-        refs.append(self._office.ready.remote())
+        refs.append(self._coordinator.ready.remote())
         _, late = self._ray.wait(refs, num_returns=len(refs), timeout=START_SECONDS)
         if late:
             free = self._ray.available_resources().get("CPU", 0)
@@ -169,7 +169,7 @@ class _Crew:
             text = f"{name} {_LAST_WORDS}.\nRay says: {str(error).strip()}"
             return WorkerError(text, rank=rank, exit_code=137), False, None
         if said["ok"]:
-            self._office.gone.remote(rank, "has finished and will not come", False)
+            self._coordinator.gone.remote(rank, "has finished and will not come", False)
             return None, False, said["value"]
         self._tell(rank, f"failed: {said['summary']}", FAILED)
         text = f"{name} failed: {said['summary']}\n{said['traceback']}".rstrip()
@@ -179,7 +179,7 @@ class _Crew:
 
     def _tell(self, rank: int, why: str, state: int) -> None:
         """Let the waiting workers know, on every host."""
-        self._office.gone.remote(rank, why, True)
+        self._coordinator.gone.remote(rank, why, True)
         if self._board is not None and self._board.state(rank) <= RUNNING:
             self._board.set_state(rank, state, why, code=137 if state == DEAD else 1)
 
@@ -194,7 +194,7 @@ class _Crew:
         return f"worker {rank} of {self._size} on {w['host']} (pid {w['pid']})"
 
     def end(self) -> None:
-        for actor in [*self._seats, self._office]:
+        for actor in [*self._seats, self._coordinator]:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor)
 
@@ -229,12 +229,12 @@ def spread(workers: int, cpus: float, room: dict[str, float], driver: str) -> li
 class Seat:
     """The actor: hosts one worker. Its one long call runs the program in the main thread."""
 
-    def __init__(self, office: Any, rank: int, size: int) -> None:
-        from manyhands.engines.ray.parts import Desk
+    def __init__(self, coordinator: Any, rank: int, size: int) -> None:
+        from manyhands.engines.ray.parts import Client
 
         self._rank = rank
         process.die_with_parent(os.getppid())  # the raylet: Ray itself takes a while to notice
-        DESK[:] = [Desk(office, rank, size)]
+        CLIENT[:] = [Client(coordinator, rank, size)]
 
     def __repr__(self) -> str:
         """What Ray writes before each line that comes from another node."""

@@ -1,14 +1,14 @@
-"""Channel, WeightStore and Service between Ray actors: one post office a run.
+"""Channel, WeightStore and Service between Ray actors: one coordinator a run.
 
-    worker ── put / get / publish / pull / call ──> Office (an asyncio actor, no CPU of its own)
+    worker ── put / get / publish / pull / call ──> Coordinator (an asyncio actor without a CPU)
     worker <── letters: calls to serve, answers, news of the gone ── ear (a thread a worker)
 
 WHY not call the workers' actors directly: Ray hands out the calls of a threaded actor from the
 process's main thread (measured: a call waits until the main thread is idle), so a worker could
 serve calls only if its program ran in a side thread, where signal handlers cannot be set. The
-office costs one more hop (about 1 ms) and leaves the main thread to the user's program.
+coordinator costs one more hop (about 1 ms) and leaves the main thread to the user's program.
 
-Only references to large data pass through the office; the data itself lies in the object store.
+Only references to large data pass through the coordinator; the data lies in the object store.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from manyhands.trees import Tree
 
 _SMALL = 64 * 1024  # bytes that travel inside a call; above, the object store is cheaper
 _POLL = 5.0  # seconds an ear listens before it asks again
-_MARGIN = 10.0  # seconds beyond a wait's own deadline after which the office counts as lost
+_MARGIN = 10.0  # seconds beyond a wait's own deadline after which the coordinator counts as lost
 OK, LATE, GONE = "ok", "late", "gone"
 Reply = tuple[str, Any]
-Parcel = Any  # bytes, or [ObjectRef]: a list, so that Ray passes the reference and not the data
+Message = Any  # bytes, or [ObjectRef]: a list, so that Ray passes the reference and not the data
 
 
 class _Queue:
     def __init__(self) -> None:
-        self.items: list[list[Parcel]] = []  # each in a list of its own: an identity
+        self.items: list[list[Message]] = []  # each in a list of its own: an identity
 
-    def admitted(self, item: list[Parcel], capacity: int) -> bool:
+    def admitted(self, item: list[Message], capacity: int) -> bool:
         return all(waiting is not item for waiting in self.items[capacity:])
 
 
-class Office:
+class Coordinator:
     """What all workers share. Replies say ok, late or gone; the worker that asked raises."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._queues: dict[str, _Queue] = {}
-        self._weights: dict[str, tuple[int, Parcel]] = {}
+        self._weights: dict[str, tuple[int, Message]] = {}
         self._offers: dict[str, int] = {}
         self._mail: list[list[Any]] = [[] for _ in range(size)]
         self._met: dict[str, dict[int, Any]] = {}
@@ -83,9 +83,9 @@ class Office:
 
     # -- channels and weights --------------------------------------------------------------------
 
-    async def put(self, name: str, capacity: int, reader: int, parcel: Parcel,
+    async def put(self, name: str, capacity: int, reader: int, message: Message,
                   timeout: float) -> Reply:  # fmt: skip
-        box, item, topic = self._queues.setdefault(name, _Queue()), [parcel], f"channel/{name}"
+        box, item, topic = self._queues.setdefault(name, _Queue()), [message], f"channel/{name}"
         box.items.append(item)  # at once: the order of arrival is the order of reading
         self._ring(topic)
         reply = await self._until(topic, lambda: box.admitted(item, capacity), timeout, [reader])
@@ -98,21 +98,21 @@ class Office:
         reply = await self._until(topic, lambda: bool(box.items), timeout, [])
         if reply[0] != OK:
             return reply
-        (parcel,) = box.items.pop(0)
+        (message,) = box.items.pop(0)
         self._ring(topic)
-        return OK, parcel
+        return OK, message
 
     async def length(self, name: str) -> int:
         return len(self._queues[name].items) if name in self._queues else 0
 
-    async def publish(self, name: str, parcel: Parcel) -> int:
+    async def publish(self, name: str, message: Message) -> int:
         version = self._weights.get(name, (0, None))[0] + 1
-        self._weights[name] = (version, parcel)
+        self._weights[name] = (version, message)
         self._ring(f"weights/{name}")
         return version
 
     async def pull(self, name: str, newer_than: int, writer: int, timeout: float | None) -> Reply:
-        def newest() -> tuple[int, Parcel]:
+        def newest() -> tuple[int, Message]:
             return self._weights.get(name, (0, None))
 
         if timeout is not None:
@@ -174,11 +174,11 @@ class Office:
 # -- a worker's side -------------------------------------------------------------------------------
 
 
-class Desk:
-    """A worker's door to the office: calls with deadlines, and the ear."""
+class Client:
+    """A worker's door to the coordinator: calls with deadlines, and a thread that listens."""
 
-    def __init__(self, office: Any, rank: int, size: int) -> None:
-        self.office, self.rank, self.size = office, rank, size
+    def __init__(self, coordinator: Any, rank: int, size: int) -> None:
+        self.coordinator, self.rank, self.size = coordinator, rank, size
         self.names = [f"worker {r} of {size}" for r in range(size)]
         self.gone: dict[int, str] = {}
         self._ids = itertools.count()
@@ -188,27 +188,27 @@ class Desk:
         threading.Thread(target=self._listen, name="manyhands-ear", daemon=True).start()
 
     def ask(self, doing: str, method: str, *args: Any, wait: float | None = 0.0) -> Any:
-        """The office's answer. `wait` is how long it may take its time (0: for ever)."""
+        """The coordinator's answer. `wait` is how long it may take its time (0: for ever)."""
         limit = None if wait == 0 else (wait or 0.0) + _MARGIN
         try:
-            return ray.get(getattr(self.office, method).remote(*args), timeout=limit)
+            return ray.get(getattr(self.coordinator, method).remote(*args), timeout=limit)
         except ray.exceptions.GetTimeoutError:
             raise CollectiveError(f"{doing}: no answer from Ray within {limit:g} s") from None
         except ray.exceptions.RayError as error:
-            raise CollectiveError(f"{doing}: the run's office is gone ({_first(error)})") from None
+            raise CollectiveError(f"{doing}: the coordinator is gone ({_first(error)})") from None
 
-    def pack(self, tree: Tree, *, store: bool = False) -> Parcel:
+    def pack(self, tree: Tree, *, store: bool = False) -> Message:
         data = wire.encode(tree)
         if len(data) <= _SMALL and not store:
             return bytes(data)
         return [ray.put(np.frombuffer(data, np.uint8))]
 
-    def unpack(self, parcel: Parcel, doing: str, timeout: float) -> Tree:
-        if isinstance(parcel, bytes):
-            return wire.decode(parcel)
+    def unpack(self, message: Message, doing: str, timeout: float) -> Tree:
+        if isinstance(message, bytes):
+            return wire.decode(message)
         try:
             # WHY copies: memory of the object store is read-only and shared by all.
-            return wire.decode(ray.get(parcel[0], timeout=timeout or None))
+            return wire.decode(ray.get(message[0], timeout=timeout or None))
         except ray.exceptions.RayError as error:
             raise CollectiveError(
                 f"{doing}: its data is lost, with the worker that made it ({_first(error)})"
@@ -229,7 +229,7 @@ class Desk:
             raise ConfigError(f"a service named {name!r} is already offered by worker {owner}")
         counter.open()
 
-    def send_call(self, rank: int, name: str, parcel: Parcel) -> Future[Any]:
+    def send_call(self, rank: int, name: str, message: Message) -> Future[Any]:
         future: Future[Any] = Future()
         number = next(self._ids)
         with self._lock:
@@ -237,14 +237,16 @@ class Desk:
             if rank in self.gone:
                 self._fail_calls(rank)
                 return future
-        self.office.post.remote(rank, ["call", name, number, self.rank, parcel])
+        self.coordinator.post.remote(rank, ["call", name, number, self.rank, message])
         return future
 
     def _listen(self) -> None:
         while True:
             try:
-                letters = ray.get(self.office.collect.remote(self.rank), timeout=_POLL + _MARGIN)
-            except Exception as error:  # the office is gone: so is everybody that it speaks for
+                letters = ray.get(
+                    self.coordinator.collect.remote(self.rank), timeout=_POLL + _MARGIN
+                )
+            except Exception as error:  # it is gone: so is everybody that it speaks for
                 with self._lock:
                     for rank in range(self.size):
                         self.gone.setdefault(rank, f"is out of reach ({_first(error)})")
@@ -256,14 +258,14 @@ class Desk:
     def _take(self, letter: list[Any]) -> None:
         kind = letter[0]
         if kind == "call":
-            _, name, number, caller, parcel = letter
-            self._counters[name].calls.put((number, caller, parcel))
+            _, name, number, caller, message = letter
+            self._counters[name].calls.put((number, caller, message))
         elif kind == "answer":
-            _, number, worked, parcel = letter
+            _, number, worked, message = letter
             with self._lock:
                 rank, name, future = self._pending.pop(number)
             try:
-                value = self.unpack(parcel, f"answer of service {name!r}", 0.0)
+                value = self.unpack(message, f"answer of service {name!r}", 0.0)
             except (CollectiveError, ConfigError) as error:
                 future.set_exception(error)
                 return
@@ -289,85 +291,87 @@ class Desk:
 class _Counter:
     """Serves the calls on one object, one at a time, in a thread of its own."""
 
-    def __init__(self, desk: Desk, name: str, target: object) -> None:
-        self.calls: queue.Queue[tuple[int, int, Parcel]] = queue.Queue()
-        self._desk, self._name, self._target = desk, name, target
+    def __init__(self, client: Client, name: str, target: object) -> None:
+        self.calls: queue.Queue[tuple[int, int, Message]] = queue.Queue()
+        self._client, self._name, self._target = client, name, target
 
     def open(self) -> None:
         threading.Thread(target=self._run, name=f"service-{self._name}", daemon=True).start()
 
     def _run(self) -> None:
-        me = f"service {self._name!r} of worker {self._desk.rank}"
+        me = f"service {self._name!r} of worker {self._client.rank}"
         while True:
-            number, caller, parcel = self.calls.get()
+            number, caller, message = self.calls.get()
             method = "call"
             try:
-                method, args, kwargs = self._desk.unpack(parcel, me, 0.0)
-                answer, worked = self._desk.pack(invoke(self._target, method, args, kwargs)), True
+                method, args, kwargs = self._client.unpack(message, me, 0.0)
+                answer, worked = self._client.pack(invoke(self._target, method, args, kwargs)), True
             except Exception as error:
-                answer = self._desk.pack(str(remote_error(me, method, error)))
+                answer = self._client.pack(str(remote_error(me, method, error)))
                 worked = False
-            self._desk.office.post.remote(caller, ["answer", number, worked, answer])
+            self._client.coordinator.post.remote(caller, ["answer", number, worked, answer])
 
 
 class RayService(Service):
-    def __init__(self, desk: Desk, name: str, rank: int, timeout: float) -> None:
-        self._desk, self._key, self._rank, self.timeout = desk, name, rank, timeout
-        self.name = f"service {name!r} of {desk.names[rank]}"
+    def __init__(self, client: Client, name: str, rank: int, timeout: float) -> None:
+        self._client, self._key, self._rank, self.timeout = client, name, rank, timeout
+        self.name = f"service {name!r} of {client.names[rank]}"
 
     def call_async(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        parcel = self._desk.pack([method, list(args), kwargs])
-        return self._desk.send_call(self._rank, self._key, parcel)
+        message = self._client.pack([method, list(args), kwargs])
+        return self._client.send_call(self._rank, self._key, message)
 
 
 class RayChannel(Channel):
-    def __init__(self, desk: Desk, name: str, reader: int, capacity: int, timeout: float) -> None:
-        self._desk, self._name, self._timeout = desk, name, timeout
+    def __init__(
+        self, client: Client, name: str, reader: int, capacity: int, timeout: float
+    ) -> None:
+        self._client, self._name, self._timeout = client, name, timeout
         self._reader, self._capacity = reader, capacity
 
     def put(self, tree: Tree, timeout: float | None = None) -> None:
         limit = self._timeout if timeout is None else timeout
         doing = f"channel {self._name!r}: put"
-        state, why = self._desk.ask(
-            doing, "put", self._name, self._capacity, self._reader, self._desk.pack(tree), limit,
+        state, why = self._client.ask(
+            doing, "put", self._name, self._capacity, self._reader, self._client.pack(tree), limit,
             wait=limit,
         )  # fmt: skip
-        reader = self._desk.names[self._reader]
+        reader = self._client.names[self._reader]
         if state == GONE:
             raise CollectiveError(f"{doing}: the reader, {reader}, {why}")
         if state == LATE:
             raise CollectiveError(f"{doing}: full for {limit:g} s; the reader is {reader}")
 
     def get(self, timeout: float | None = None) -> Tree:
-        if self._desk.rank != self._reader:
+        if self._client.rank != self._reader:
             raise ConfigError(f"channel {self._name!r}: only worker {self._reader} reads")
         limit = self._timeout if timeout is None else timeout
         doing = f"channel {self._name!r}: get"
-        state, parcel = self._desk.ask(doing, "get", self._name, limit, wait=limit)
+        state, message = self._client.ask(doing, "get", self._name, limit, wait=limit)
         if state == LATE:
             raise CollectiveError(f"{doing}: nothing came for {limit:g} s")
-        return self._desk.unpack(parcel, doing, limit)
+        return self._client.unpack(message, doing, limit)
 
     def __len__(self) -> int:
-        size = self._desk.ask(f"channel {self._name!r}", "length", self._name, wait=_MARGIN)
+        size = self._client.ask(f"channel {self._name!r}", "length", self._name, wait=_MARGIN)
         return min(int(size), self._capacity)
 
 
 class RayWeights(WeightStore):
-    def __init__(self, desk: Desk, name: str, writer: int, timeout: float) -> None:
-        self._desk, self._name, self._writer, self._timeout = desk, name, writer, timeout
+    def __init__(self, client: Client, name: str, writer: int, timeout: float) -> None:
+        self._client, self._name, self._writer, self._timeout = client, name, writer, timeout
 
     def publish(self, tree: Tree) -> int:  # one ray.put a version, however many pull
         doing = f"weights {self._name!r}: publish"
-        if self._desk.rank != self._writer:
+        if self._client.rank != self._writer:
             raise ConfigError(f"weights {self._name!r}: only worker {self._writer} publishes")
-        parcel = self._desk.pack(tree, store=True)
-        return int(self._desk.ask(doing, "publish", self._name, parcel, wait=_MARGIN))
+        message = self._client.pack(tree, store=True)
+        return int(self._client.ask(doing, "publish", self._name, message, wait=_MARGIN))
 
     def pull(self, newer_than: int = 0, timeout: float | None = None) -> tuple[int, Tree] | None:
-        doing, writer = f"weights {self._name!r}: pull", self._desk.names[self._writer]
+        doing, writer = f"weights {self._name!r}: pull", self._client.names[self._writer]
         wait = _MARGIN if timeout is None else timeout
-        state, found = self._desk.ask(
+        state, found = self._client.ask(
             doing, "pull", self._name, newer_than, self._writer, timeout, wait=wait
         )
         if state == GONE:
@@ -378,21 +382,21 @@ class RayWeights(WeightStore):
             )
         if found is None:
             return None
-        version, parcel = found
-        return int(version), self._desk.unpack(parcel, doing, self._timeout)
+        version, message = found
+        return int(version), self._client.unpack(message, doing, self._timeout)
 
 
 class NewsRoster(Roster):
-    """Workers on several hosts: who is gone, as the driver told the office."""
+    """Workers on several hosts: who is gone, as the driver reported to the coordinator."""
 
-    def __init__(self, desk: Desk, names: Sequence[str]) -> None:
+    def __init__(self, client: Client, names: Sequence[str]) -> None:
         super().__init__(names)
-        self._desk = desk
+        self._client = client
 
     def raise_if_gone(self, ranks: Sequence[int], doing: str) -> None:
         for rank in ranks:
-            if rank in self._desk.gone:
-                raise CollectiveError(f"{doing}: {self.name(rank)} {self._desk.gone[rank]}")
+            if rank in self._client.gone:
+                raise CollectiveError(f"{doing}: {self.name(rank)} {self._client.gone[rank]}")
 
 
 def _first(error: BaseException) -> str:

@@ -32,7 +32,7 @@ from manyhands.engines.base import (
     add_up,
     doing,
 )
-from manyhands.engines.liveness import BoardRoster, HowFar
+from manyhands.engines.process import BoardRoster, HowFar
 from manyhands.engines.shared import Board
 from manyhands.errors import CollectiveError
 from manyhands.trees import Array
@@ -231,7 +231,9 @@ class C10dTransport(TwoStepTransport):
                 raise
         for r in self._progress.others:
             if self._progress.dead(r):
-                raise CollectiveError(f"{self._doing}: {self.roster.name(r)} died without a word")
+                raise CollectiveError(
+                    f"{self._doing}: {self.roster.name(r)} died without leaving a message"
+                )
         self.roster.raise_if_gone(self._progress.left(linger), self._doing)
 
     def _lost(self, fault: RuntimeError) -> CollectiveError:

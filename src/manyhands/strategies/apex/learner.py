@@ -145,7 +145,7 @@ def finish(
     wait_of(context.worker)(
         lambda: inbox.all_left,
         "the end of the run",
-        f"the good-bye of {', '.join(context.roles.name(rank) for rank in missing)}",
+        f"the last message of {', '.join(context.roles.name(rank) for rank in missing)}",
         context.worker.timeout,
     )
     progress.late = len(inbox._take())
@@ -247,8 +247,8 @@ class KeptReplay:
         if state["replay"] is not None:
             self._replay.load_state(state["replay"])
         elif state["crew"]["steps"]:
-            notes = ["the replay was not saved (--checkpoint-replay saves it): it is filled anew "
-                     "before learning goes on"]  # fmt: skip
+            notes = ["the replay was not saved (--checkpoint-replay saves it): a new one is "
+                     "filled before learning goes on"]  # fmt: skip
         return notes if self._turns is None else notes + self._turns.load_state(state)
 
 
