@@ -223,11 +223,15 @@ def _found(name: str) -> Any:
             raise ConfigError(f"network {error}; type: --network package.module:build") from None
         if "has no attribute" in str(error):
             raise
-        file = os.path.basename(place) if place.endswith(".py") else f"{place.split('.')[0]}.py"
+        if place.endswith(".py"):
+            raise ConfigError(
+                f"{error}; put it back, or write where it is now after network = in the run's "
+                "config.toml"
+            ) from None
         raise ConfigError(
             f"{error}. It is looked for in the folder from which you start and on PYTHONPATH; go "
-            f"to the folder that holds {file.removesuffix('.py')} and start there, or type before "
-            "your command: PYTHONPATH=THAT_FOLDER"
+            f"to the folder that holds {place.split('.')[0]} and start there, or type before your "
+            "command: PYTHONPATH=THAT_FOLDER"
         ) from None
 
 
