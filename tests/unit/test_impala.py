@@ -19,8 +19,7 @@ from manyhands.envs import make_vec
 from manyhands.envs.chance import EnvNoise
 from manyhands.math.returns import gae
 from manyhands.math.running_stats import Normaliser
-from manyhands.networks.build import build_actor_critic
-from manyhands.networks.lstm import build_recurrent
+from manyhands.networks.build import build_actor_critic, build_recurrent
 
 
 def moved(algorithm: Any, by: float = 0.05) -> None:

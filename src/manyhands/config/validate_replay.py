@@ -87,7 +87,7 @@ def _run_faults(experiment: Experiment) -> Iterator[str]:
 
 def _environment_faults(experiment: Experiment) -> Iterator[str]:
     from manyhands import envs  # slow to import: names and numbers do not need it
-    from manyhands.networks import action_spaces
+    from manyhands.envs.spaces import check_actions
 
     run = experiment.run
     try:
@@ -97,7 +97,7 @@ def _environment_faults(experiment: Experiment) -> Iterator[str]:
         return
     try:
         try:
-            action_spaces.check(experiment.spec.actions, look.action_space)
+            check_actions(experiment.spec.actions, look.action_space)
         except ConfigError as error:
             yield str(error)
         longest = _longest(look)
