@@ -2,7 +2,8 @@
 
     manyhands train ppo --env CartPole-v1 --network own_network:build --network-kwargs width=128
 
-It makes features of observations; a linear layer for each output of the algorithm comes behind it.
+`build` makes features of observations; a linear layer for each output of the algorithm comes behind
+it, so that it suits every algorithm. `PolicyAndValue` is a whole network, for a2c, ppo and impala.
 """
 
 import math
@@ -27,6 +28,20 @@ def build(observation_space, action_space, width: int = 64, blocks: int = 2) -> 
     return nn.Sequential(
         nn.Flatten(), nn.Linear(inputs, width), *(Residual(width) for _ in range(blocks))
     )
+
+
+class PolicyAndValue(nn.Module):
+    """[N, *observation_space.shape] -> logits [N, n] of Discrete(n) actions, and values [N]."""
+
+    def __init__(self, observation_space, action_space, width: int = 64) -> None:
+        super().__init__()
+        self.features = build(observation_space, action_space, width)
+        self.logits = nn.Linear(width, int(action_space.n))
+        self.value = nn.Linear(width, 1)
+
+    def forward(self, x):
+        features = self.features(x)
+        return self.logits(features), self.value(features).squeeze(-1)
 
 
 if __name__ == "__main__":

@@ -177,8 +177,7 @@ def impala(**options: Any) -> Any:
     from manyhands.algorithms.impala import IMPALA
     from manyhands.algorithms.options import IMPALAConfig
     from manyhands.envs import make_vec
-    from manyhands.networks.build import build_actor_critic
-    from manyhands.networks.lstm import build_recurrent
+    from manyhands.networks.build import build_actor_critic, build_recurrent
 
     envs = make_vec("CartPole-v1", 2, seed=5)
     spaces = envs.observation_space, envs.action_space

@@ -20,12 +20,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from manyhands import devices, model_parts, roles, seeding
+from manyhands import devices, roles, seeding
 from manyhands.engines.attach import attach
 from manyhands.engines.base import Channel, Service, WeightStore
 from manyhands.engines.group import Group
 from manyhands.errors import ConfigError, SupportError
-from manyhands.trees import Tree
+from manyhands.trees import Tree, is_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -187,10 +187,10 @@ class Parallel:
             return
         import torch
 
-        parameters = model_parts.parameters(model)
+        parameters = _trainable(model)
         if group.debug:
-            model_parts.check_synced(group, model)
-        for same in model_parts.by_kind(parameters):
+            _check_synced(group, model)
+        for same in _by_kind(parameters):
             had = [p.grad is not None for p in same]
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
             # The flags tell, for a parameter unused here, whether anybody has a gradient for it.
@@ -216,14 +216,14 @@ class Parallel:
         import torch
 
         with torch.no_grad():
-            for same in model_parts.by_kind(model_parts.parameters(model)):
+            for same in _by_kind(_trainable(model)):
                 flat = torch.cat([p.detach().reshape(-1) for p in same])
                 self.group.mean_tensor_(flat)
-                model_parts.pour(flat, same)
+                _pour(flat, same)
 
     def check_synced(self, model: Any) -> None:
         """CollectiveError naming who differs in what, unless all replicas are equal to the bit."""
-        model_parts.check_synced(self.group, model)
+        _check_synced(self.group, model)
 
     def data_parallel(self, model: Any) -> Any:
         """The model in torch's DistributedDataParallel (torch and ray engines).
@@ -373,3 +373,37 @@ def _cap_threads(local_size: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
+
+
+# -- parameters of the user's models ---------------------------------------------------------------
+
+
+def _check_synced(group: Group, model: Any) -> None:
+    if hasattr(model, "state_dict"):
+        tree = {k: v for k, v in model.state_dict().items() if is_tensor(v)}
+    else:
+        tree = {str(i): p for i, p in enumerate(_trainable(model))}
+    group.check_equal("check_synced", tree)
+
+
+def _trainable(model: Any) -> list[Any]:
+    found = list(model.parameters() if hasattr(model, "parameters") else model)
+    found = [p for p in found if p.requires_grad]
+    if not found:
+        raise ConfigError("there is no parameter that requires a gradient")
+    return found
+
+
+def _by_kind(parameters: list[Any]) -> list[list[Any]]:
+    """Parameters of one dtype and device together: one message for each such set."""
+    kinds: dict[tuple[Any, Any], list[Any]] = {}
+    for p in parameters:
+        kinds.setdefault((p.dtype, p.device), []).append(p)
+    return list(kinds.values())
+
+
+def _pour(flat: Any, tensors: list[Any]) -> None:
+    at = 0
+    for t in tensors:
+        t.copy_(flat[at : at + t.numel()].view_as(t))
+        at += t.numel()

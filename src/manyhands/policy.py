@@ -25,8 +25,7 @@ from manyhands.envs.adapter import ActionMap
 from manyhands.envs.registry import resolve
 from manyhands.errors import ConfigError, SupportError
 from manyhands.math.running_stats import Normaliser
-from manyhands.networks.build import ActorCritic
-from manyhands.networks.lstm import RecurrentActorCritic
+from manyhands.networks.build import ActorCritic, RecurrentActorCritic
 from manyhands.networks.numpy.distributions import mode, sample
 from manyhands.trees import Array
 from manyhands.types import Obs

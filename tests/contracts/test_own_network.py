@@ -300,11 +300,20 @@ def test_policy_and_value_may_share_what_they_like(tmp_path: Path) -> None:
     assert mh.load(run.run_dir).model.shared
 
 
-def test_a_run_whose_network_is_not_there_says_what_to_type(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [
+        ("moved.nets:build", r"cannot be found.*folder that holds moved.*PYTHONPATH=THAT_FOLDER"),
+        ("/moved/script.py:build", r"/moved/script.py cannot be found.*after network = in the run"),
+        ("build", r"not of the form module:function; type: --network package.module:build"),
+    ],
+)
+def test_a_run_whose_network_is_not_there_says_what_to_type(
+    network: str, words: str, tmp_path: Path
+) -> None:
     run = train("ppo", "vector", tmp_path / "run", 64)
     config = Path(run.run_dir, "config.toml")
-    config.write_text(config.read_text().replace("own_networks:Features", "moved.nets:build"))
-    words = r"moved.nets:build cannot be found.*folder that holds moved.*PYTHONPATH=THAT_FOLDER"
+    config.write_text(config.read_text().replace("own_networks:Features", network))
     for use in (mh.load, lambda folder: mh.resume(folder, steps=128)):
         with pytest.raises(ConfigError, match=words):
             use(run.run_dir)

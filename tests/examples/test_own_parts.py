@@ -78,10 +78,11 @@ def test_a_wrong_name_is_said(name: str, words: str) -> None:
         build(name, env="CartPole-v1")
 
 
-def test_the_example_of_a_network(tmp_path: Path) -> None:
+@pytest.mark.parametrize("network", ["build", "PolicyAndValue"])
+def test_the_example_of_a_network(network: str, tmp_path: Path) -> None:
     """examples/own_network.py, by its name and with its options."""
     run = mh.train(
-        "ppo", env="CartPole-v1", network="own_network:build", network_kwargs={"width": 16},
+        "ppo", env="CartPole-v1", network=f"own_network:{network}", network_kwargs={"width": 16},
         steps=256, num_envs=4, rollout_length=32, minibatch=32, engine="inline", quiet=True,
         tensorboard=False, run_dir=str(tmp_path / "run"),
     )  # fmt: skip

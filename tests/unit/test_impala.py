@@ -18,8 +18,7 @@ from manyhands.collect.unroll import UnrollCollector, joined
 from manyhands.envs import make_vec
 from manyhands.math.returns import gae
 from manyhands.math.running_stats import Normaliser
-from manyhands.networks.build import build_actor_critic
-from manyhands.networks.lstm import build_recurrent
+from manyhands.networks.build import build_actor_critic, build_recurrent
 from manyhands.streams import EnvNoise
 
 

@@ -13,10 +13,9 @@ from torch import nn
 from manyhands.errors import ConfigError
 from manyhands.math.natural_gradient import flat_parameters, set_flat_parameters
 from manyhands.networks.build import build_actor_critic
-from manyhands.networks.cnn import ImageEncoder
-from manyhands.networks.mlp import mlp
+from manyhands.networks.encoders import ImageEncoder, mlp
 from manyhands.networks.numpy.distributions import mode, sample
-from manyhands.networks.numpy.mlp import FastActor, can_act
+from manyhands.networks.numpy.mlp import FastActor, can_act, encoding
 
 VECTOR = Box(-1.0, 1.0, (4,))
 OBSERVATIONS = {
@@ -94,8 +93,8 @@ def test_every_action_space(action):
 def test_one_hot_and_dict_parts_by_hand():
     def encode(space, x):
         encoder = build_actor_critic(space, Discrete(2)).policy_encoder
-        assert np.array_equal(encoder.encode(x), encoder(tensors(x)).numpy())
-        return encoder.encode(x).tolist()
+        assert np.array_equal(encoding(encoder)(x), encoder(tensors(x)).numpy())
+        return encoding(encoder)(x).tolist()
 
     assert encode(Discrete(3, start=5), np.array([5, 7])) == [[1, 0, 0], [0, 0, 1]]
     assert encode(MultiDiscrete([2, 3]), np.array([[1, 0], [0, 2]])) == [

@@ -24,7 +24,7 @@ from manyhands.math import losses
 from manyhands.math.optimiser import Adam, make_schedule
 from manyhands.networks.build import to_tensor
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.numpy.mlp import NumpyMLP
+from manyhands.networks.numpy.mlp import NumpyMLP, encoding
 from manyhands.networks.q import BoundedActor
 from manyhands.streams import EnvNoise
 from manyhands.trees import Array
@@ -128,7 +128,7 @@ class FastBounded:
     """A BoundedActor in numpy."""
 
     def __init__(self, model: BoundedActor, flat: FlatParameters) -> None:
-        self._encode: Any = model.policy_encoder.encode
+        self._encode = encoding(model.policy_encoder)
         self._policy = NumpyMLP(flat, model.policy_trunk, "policy_trunk", "policy_out.linear")
         self._critic = NumpyMLP(flat, model.critic_trunk, "critic_trunk", "critic_out")
         self._middle = model.policy_out.middle.numpy()

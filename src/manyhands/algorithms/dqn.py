@@ -24,7 +24,7 @@ from manyhands.math import losses
 from manyhands.math.optimiser import make_schedule
 from manyhands.networks.build import to_tensor
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.numpy.mlp import NumpyMLP
+from manyhands.networks.numpy.mlp import NumpyMLP, encoding
 from manyhands.networks.q import DuelingOut, QNetwork
 from manyhands.streams import EnvNoise
 from manyhands.trees import Array
@@ -108,7 +108,7 @@ class FastQ:
     """A QNetwork in numpy; a dueling one is a linear layer of V and A, and a sum."""
 
     def __init__(self, model: QNetwork, flat: FlatParameters) -> None:
-        self._encode: Any = model.policy_encoder.encode
+        self._encode = encoding(model.policy_encoder)
         self._dueling = isinstance(model.policy_out, DuelingOut)
         out = "policy_out.parts" if self._dueling else "policy_out"
         self._net = NumpyMLP(flat, model.policy_trunk, "policy_trunk", out)

@@ -26,8 +26,7 @@ from manyhands.collect.unroll import Unroll
 from manyhands.math import losses
 from manyhands.math.optimiser import make_schedule
 from manyhands.math.vtrace import vtrace
-from manyhands.networks.build import to_tensor
-from manyhands.networks.lstm import RecurrentActor, RecurrentActorCritic
+from manyhands.networks.build import RecurrentActor, RecurrentActorCritic, to_tensor
 from manyhands.trees import Array
 from manyhands.types import Batch, Info
 

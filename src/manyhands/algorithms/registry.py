@@ -54,7 +54,7 @@ _ALL = (
         options=DDPGConfig,
         algorithm="manyhands.algorithms.ddpg:DDPG",
         learns_from="replay",
-        model="manyhands.networks.of_run:bounded_actor",
+        model="manyhands.networks.q:bounded_actor",
         actions="bounded",
     ),
     AlgorithmSpec(

@@ -23,9 +23,9 @@ from manyhands.errors import ConfigError
 BuildModel = Callable[[Any, Any, Any], Any]
 
 _MODEL = {
-    "rollout": "manyhands.networks.of_run:actor_critic",
-    "unroll": "manyhands.networks.of_run:actor_critic",
-    "replay": "manyhands.networks.of_run:q_network",
+    "rollout": "manyhands.networks.build:actor_critic",
+    "unroll": "manyhands.networks.build:actor_critic",
+    "replay": "manyhands.networks.q:q_network",
 }
 
 

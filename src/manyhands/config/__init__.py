@@ -99,9 +99,10 @@ class RunConfig:
     shared_network: bool = False
     """One trunk for policy and value, instead of two."""
     network: str = ""
-    """A network of your own that makes features of observations, in place of encoder and hidden
-    layers: package.module:build, a function or class (observation_space, action_space,
-    **network_kwargs) that gives a torch module."""
+    """A network of your own: package.module:build, a function or class (observation_space,
+    action_space, **network_kwargs) that gives a torch module. A tensor from its forward is taken
+    for features, in place of encoder and hidden layers; a pair for policy and value; with an
+    attribute q_values = True a tensor is taken for dqn's Q values."""
     network_kwargs: dict[str, Any] = field(default_factory=dict)
     """Handed to it when it is made."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"

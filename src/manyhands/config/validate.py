@@ -377,10 +377,10 @@ def _fit_faults(experiment: Experiment) -> Iterator[str]:
 
 
 def _action_faults(spec: AlgorithmSpec, actions: Any) -> Iterator[str]:
-    from manyhands.networks import action_spaces
+    from manyhands.envs.spaces import check_actions
 
     try:
-        action_spaces.check(spec.actions, actions)
+        check_actions(spec.actions, actions)
     except ConfigError as error:
         yield str(error)
 

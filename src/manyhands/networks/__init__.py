@@ -1,7 +1,12 @@
 """Networks and action distributions, built from Gymnasium spaces.
 
-build.py    spaces -> ActorCritic; forward(observations) -> (distribution parameters, values)
-heads.py    what the distribution parameters mean: sample, log_prob, entropy, kl, mode
-numpy/      the same in numpy, several times as fast on small networks: forward and backward passes
-            (mlp.py), the distributions (distributions.py)
+encoders.py   observations -> features, and the layers that all networks are made of
+build.py      spaces -> ActorCritic; forward(observations) -> (distribution parameters, values)
+q.py          spaces -> Q(s, ·) of DQN; μ(s) and Q(s, a) of DDPG
+own.py        a network of the user's own in their place
+heads.py      what the distribution parameters mean: sample, log_prob, entropy, kl, mode
+flat.py       the parameters of a network as one tensor
+export.py     a policy as one ONNX or TorchScript file
+numpy/        the same in numpy, several times as fast on small networks: encoders, forward and
+              backward passes (mlp.py), the distributions (distributions.py)
 """

@@ -1,20 +1,22 @@
-"""From Gymnasium spaces to an actor-critic network.
+"""From Gymnasium spaces to a policy with its value.
 
     observation ── encoder ── hidden layers ── policy head  -> distribution parameters [N, P]
                └── encoder ── hidden layers ── value head   -> values [N]
 
 Separate trunks by default; one shared trunk for images, where the encoder is nearly all the cost.
+With a memory it is one trunk:
 
-Encoders: Box of floats or whole numbers -> flat vector; Box of bytes with three dimensions ->
-image; Discrete and MultiDiscrete -> one-hot; MultiBinary -> vector; Dict -> its parts end to end,
-keys sorted. Each knows how to encode torch tensors and, without convolutions, numpy arrays. None
-asks for the number of rows, which an exporter would write down as a constant.
+    observation ── encoder ── hidden layers ── LSTM ──┬── policy head -> parameters [N, P]
+                                  state ─────────┘    └── value head  -> values [N]
+
+The state of one environment is one row [S]: the LSTM's h and c end to end, so that it travels and
+is stored like any other column. A new episode starts from zeros.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,103 +25,42 @@ import torch
 from torch import Tensor, nn
 
 from manyhands import trees
-from manyhands.errors import ConfigError
-from manyhands.networks.cnn import ImageEncoder
+from manyhands.networks import own
+from manyhands.networks.encoders import (
+    Encoder,
+    Observations,
+    has_image,
+    linear,
+    make_encoder,
+    mlp,
+    untouched_chance,
+)
 from manyhands.networks.heads import DiagonalGaussian, Head, make_head
-from manyhands.networks.mlp import linear, mlp
+from manyhands.networks.numpy.distributions import sample
 from manyhands.trees import Array
-
-Observations = Any  # a tensor [N, ...], or a (nested) dict of them
+from manyhands.types import Acted, Obs
 
 POLICY_GAIN, VALUE_GAIN = 0.01, 1.0
 
 
-class VectorEncoder(nn.Module):
-    """Numbers of any shape and dtype -> float32 [N, features]."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.features = math.prod(shape)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to(torch.float32).reshape(-1, self.features)
-
-    def encode(self, x: Array) -> Array:
-        return np.asarray(x, np.float32).reshape(len(x), self.features)
-
-
-class OneHotEncoder(nn.Module):
-    """Choices -> one-hot codes end to end, [N, n_1 + n_2 + …]."""
-
-    def __init__(self, sizes: Sequence[int], starts: Sequence[int]) -> None:
-        super().__init__()
-        self.sizes, self.starts = [int(n) for n in sizes], [int(s) for s in starts]
-        self.features = sum(self.sizes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        columns = x.reshape(-1, len(self.sizes)).unbind(-1)
-        parts = zip(columns, self.sizes, self.starts, strict=True)
-        codes = [
-            (column.unsqueeze(-1) - start) == torch.arange(n, device=x.device)
-            for column, n, start in parts
-        ]
-        return torch.cat(codes, -1).to(torch.float32)
-
-    def encode(self, x: Array) -> Array:
-        columns = x.reshape(len(x), len(self.sizes)).T
-        codes = np.zeros((len(x), self.features), np.float32)
-        rows, offset = np.arange(len(x)), 0
-        for column, n, start in zip(columns, self.sizes, self.starts, strict=True):
-            codes[rows, offset + column - start] = 1.0
-            offset += n
-        return codes
+def actor_critic(experiment: Any, observations: Any, actions: Any) -> nn.Module:
+    """Policy and value; with a memory where the algorithm's options ask for one."""
+    units = getattr(experiment.options, "lstm", 0)
+    # What remembers stands between features and outputs.
+    takes = (own.FEATURES,) if units else (own.FEATURES, own.POLICY_AND_VALUE)
+    modules = own.modules(experiment, observations, actions, *takes)
+    if modules is not None and modules.kind == own.POLICY_AND_VALUE:
+        return modules.actor_critic()
+    common = own.common(experiment, modules)
+    if units:
+        return build_recurrent(observations, actions, units=units, **common)
+    shared = experiment.run.shared_network
+    return build_actor_critic(observations, actions, shared=shared, **common)
 
 
-class DictEncoder(nn.Module):
-    """A dict of observations -> its encoded parts end to end, keys sorted."""
-
-    def __init__(self, parts: Mapping[str, Any]) -> None:
-        super().__init__()
-        # Names of modules may not contain dots, keys of observations may: hence a list.
-        self.keys = sorted(parts)
-        self.parts = nn.ModuleList([parts[key] for key in self.keys])
-        self.features = sum(int(parts[key].features) for key in self.keys)
-
-    def forward(self, x: Mapping[str, Any]) -> Tensor:
-        return torch.cat([part(x[k]) for k, part in zip(self.keys, self.parts, strict=True)], -1)
-
-    def encode(self, x: Mapping[str, Any]) -> Array:
-        parts = zip(self.keys, self.parts, strict=True)
-        return np.concatenate([part.encode(x[k]) for k, part in parts], axis=-1)  # type: ignore[operator]
-
-
-Encoder = VectorEncoder | OneHotEncoder | ImageEncoder | DictEncoder
-
-
-def make_encoder(space: Any, generator: torch.Generator | None = None) -> Encoder:
-    """The encoder for a Gymnasium observation space."""
-    name = type(space).__name__
-    if name == "Box":
-        if np.dtype(space.dtype) != np.uint8 or len(space.shape) < 3:
-            return VectorEncoder(tuple(space.shape))
-        if len(space.shape) == 3:
-            return ImageEncoder(tuple(space.shape), generator)
-        raise ConfigError(
-            f"an image of {len(space.shape)} dimensions {space.shape} has no encoder; make it grey "
-            "before stacking frames, so that it is [stack, height, width]"
-        )
-    if name == "Discrete":
-        return OneHotEncoder([space.n], [space.start])
-    if name == "MultiDiscrete":
-        return OneHotEncoder(space.nvec.ravel().tolist(), space.start.ravel().tolist())
-    if name == "MultiBinary":
-        return VectorEncoder(tuple(space.shape))
-    if name == "Dict":
-        return DictEncoder({key: make_encoder(space[key], generator) for key in sorted(space)})
-    raise ConfigError(
-        f"no encoder for the observation space {space}; give Box, Discrete, MultiDiscrete, "
-        "MultiBinary or a Dict of these"
-    )
+def to_tensor(x: Any, device: torch.device) -> Any:
+    """An array, or a tree of arrays, on the device."""
+    return trees.map(lambda leaf: torch.as_tensor(leaf).to(device), x)
 
 
 class ActorCritic(nn.Module):
@@ -245,15 +186,146 @@ def build_actor_critic(
     )
 
 
-def to_tensor(x: Any, device: torch.device) -> Any:
-    """An array, or a tree of arrays, on the device."""
-    return trees.map(lambda leaf: torch.as_tensor(leaf).to(device), x)
-
-
-def has_image(encoder: nn.Module) -> bool:
-    return any(isinstance(module, ImageEncoder) for module in encoder.modules())
-
-
 def _of(*modules: nn.Module) -> Iterator[nn.Parameter]:
     for module in modules:
         yield from module.parameters()
+
+
+# -- with a memory ---------------------------------------------------------------------------------
+
+
+class RecurrentActorCritic(nn.Module):
+    """step(observations, state) -> (distribution parameters [N, P], values [N], next state)."""
+
+    shared = True  # one trunk and one memory for policy and value
+
+    def __init__(
+        self,
+        head: Head,
+        encoder: Encoder,
+        *,
+        units: int,
+        hidden: Sequence[int],
+        activation: str,
+        initial_log_std: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.head = head
+        self.units = units
+        self.state_size = 2 * units
+        self.policy_encoder = encoder
+        self.policy_trunk = mlp(
+            encoder.features, hidden, activation=activation, generator=generator
+        )
+        with untouched_chance():
+            self.lstm = nn.LSTMCell(hidden[-1] if hidden else encoder.features, units)
+        with torch.no_grad():
+            for parameter in self.lstm.parameters():
+                bound = 1.0 / math.sqrt(units)  # as torch does, from a stream of our own
+                parameter.uniform_(-bound, bound, generator=generator)
+        outputs = head.parameter_size
+        self.log_std: nn.Parameter | None = None
+        if isinstance(head, DiagonalGaussian):
+            outputs = head.size
+            self.log_std = nn.Parameter(torch.full((head.size,), initial_log_std))
+        self.policy_out = linear(units, outputs, POLICY_GAIN, generator)
+        self.value_out = linear(units, 1, VALUE_GAIN, generator)
+
+    def step(self, observations: Observations, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One step of N environments; `state` is [N, S]."""
+        features = self.policy_trunk(self.policy_encoder(observations))
+        hidden, cell = self.lstm(features, state.chunk(2, 1))
+        parameters, values = self._heads(hidden)
+        return parameters, values, torch.cat([hidden, cell], 1)
+
+    def policy(self, observations: Observations) -> Tensor:
+        """Distribution parameters at the first step of episodes, [N, P]."""
+        return self.step(observations, self._zero_state(observations))[0]
+
+    def value(self, observations: Observations) -> Tensor:
+        """Values at the first step of episodes, [N]."""
+        return self.step(observations, self._zero_state(observations))[1]
+
+    def _zero_state(self, observations: Observations) -> Tensor:
+        rows, device = trees.rows(observations), self.policy_out.weight.device
+        return torch.zeros(rows, self.state_size, device=device)
+
+    def unroll(
+        self, observations: Observations, state: Tensor, first: Tensor, length: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """T steps of B environments, rows time first: (parameters, values, state after each row).
+
+        `state` [B, S] is that before the first row; it is forgotten where `first` [T, B] is true.
+        """
+        features = self.policy_trunk(self.policy_encoder(observations)).unflatten(0, (length, -1))
+        hidden, cell = state.chunk(2, 1)
+        keep = (~first).to(features.dtype).unsqueeze(-1)
+        hiddens, cells = [], []
+        for x, kept in zip(features, keep, strict=True):
+            hidden, cell = self.lstm(x, (hidden * kept, cell * kept))
+            hiddens.append(hidden)
+            cells.append(cell)
+        together = torch.cat(hiddens)
+        parameters, values = self._heads(together)
+        return parameters, values, torch.cat([together, torch.cat(cells)], 1)
+
+    def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        outputs: Tensor = self.policy_out(hidden)
+        if self.log_std is not None:
+            outputs = torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
+        return outputs, self.value_out(hidden).squeeze(-1)
+
+
+class RecurrentActor:
+    """Acts with a RecurrentActorCritic; whoever asks keeps the state."""
+
+    def __init__(self, model: RecurrentActorCritic, device: torch.device) -> None:
+        self._model, self._device = model, device
+
+    @torch.no_grad()
+    def act_with(self, obs: Obs, noise: Any, state: Array) -> tuple[Acted, Array]:
+        """(what is done, the next state [N, S])."""
+        parameters, values, after = self._model.step(
+            to_tensor(obs, self._device), torch.as_tensor(state, device=self._device)
+        )
+        numbers = parameters.cpu().numpy()
+        actions, logp = sample(self._model.head, numbers, noise)
+        return Acted(actions, logp, values.cpu().numpy(), numbers), after.cpu().numpy()
+
+    def act(self, obs: Obs, noise: Any) -> Acted:
+        """The first step of episodes."""
+        return self.act_with(obs, noise, self._zero_state(obs))[0]
+
+    @torch.no_grad()
+    def value(self, obs: Obs) -> Array:
+        """Of the first step of episodes."""
+        state = torch.as_tensor(self._zero_state(obs), device=self._device)
+        values: Array = self._model.step(to_tensor(obs, self._device), state)[1].cpu().numpy()
+        return values
+
+    def _zero_state(self, obs: Obs) -> Array:
+        return np.zeros((trees.rows(obs), self._model.state_size), np.float32)
+
+
+def build_recurrent(
+    observation_space: Any,
+    action_space: Any,
+    *,
+    units: int,
+    hidden: Sequence[int] | None = None,
+    activation: str = "tanh",
+    seed: int | None = None,
+    encoder: Callable[[], Any] | None = None,
+) -> RecurrentActorCritic:
+    """A recurrent actor-critic for single Gymnasium spaces; see build_actor_critic."""
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    made = encoder() if encoder else make_encoder(observation_space, generator)
+    return RecurrentActorCritic(
+        make_head(action_space),
+        made,
+        units=units,
+        hidden=hidden if hidden is not None else (() if has_image(made) else (64,)),
+        activation=activation,
+        generator=generator,
+    )

@@ -142,7 +142,7 @@ def _write_onnx(graph: DeterministicPolicy, examples: tuple[Tensor, ...], to: Pa
     rows = torch.export.Dim("rows")
     shapes = (tuple({0: rows} for _ in examples),)
     try:
-        # Not left to torch.onnx.export: that goes on with a constant number of rows, and in silence.
+        # Not left to torch.onnx.export, which goes on, in silence, with a constant number of rows.
         exported = torch.export.export(graph, examples, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # a network of the user's own may do anything
         what = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from manyhands.envs.spaces import UNBOUNDED
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
 
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
-UNBOUNDED = 1e30
 
 
 class Head(Protocol):

@@ -173,6 +173,24 @@ class OwnModules:
             return _Tried(self._experiment, module, *self._spaces, self._takes)
 
 
+def modules(experiment: Any, observations: Any, actions: Any, *takes: str) -> OwnModules | None:
+    """What the run's own function makes, where it names one."""
+    if not experiment.run.network:
+        return None
+    return OwnModules(experiment, observations, actions, *takes)
+
+
+def common(experiment: Any, modules: OwnModules | None) -> dict[str, Any]:
+    """What every network of ours is built with."""
+    run = experiment.run
+    return {
+        "encoder": modules and modules.encoder,
+        "hidden": () if modules else run.hidden,  # what is hidden is the user's own
+        "activation": run.activation,
+        "seed": seeding.integer(run.seed, "weights"),
+    }
+
+
 def described(experiment: Any, model: nn.Module) -> str:
     """A network of the user's own in one line."""
     kinds = {OwnActorCritic: POLICY_AND_VALUE, OwnQNetwork: Q_VALUES}
@@ -223,11 +241,15 @@ def _found(name: str) -> Any:
             raise ConfigError(f"network {error}; type: --network package.module:build") from None
         if "has no attribute" in str(error):
             raise
-        file = os.path.basename(place) if place.endswith(".py") else f"{place.split('.')[0]}.py"
+        if place.endswith(".py"):
+            raise ConfigError(
+                f"{error}; put it back, or write where it is now after network = in the run's "
+                "config.toml"
+            ) from None
         raise ConfigError(
             f"{error}. It is looked for in the folder from which you start and on PYTHONPATH; go "
-            f"to the folder that holds {file.removesuffix('.py')} and start there, or type before "
-            "your command: PYTHONPATH=THAT_FOLDER"
+            f"to the folder that holds {place.split('.')[0]} and start there, or type before your "
+            "command: PYTHONPATH=THAT_FOLDER"
         ) from None
 
 

@@ -20,13 +20,45 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manyhands.networks.action_spaces import check_bounded, check_discrete
-from manyhands.networks.build import Encoder, Observations, has_image, make_encoder
+from manyhands.envs.spaces import check_bounded, check_discrete
+from manyhands.networks import own
+from manyhands.networks.encoders import (
+    Encoder,
+    Observations,
+    has_image,
+    linear,
+    make_encoder,
+    mlp,
+)
 from manyhands.networks.heads import Categorical, DiagonalGaussian
-from manyhands.networks.mlp import linear, mlp
+from manyhands.networks.numpy.mlp import can_encode
 
 OUT_GAIN, ACTOR_GAIN = 1.0, 0.01
 _NO_NOISE = 1e-8  # a deviation of zero, of which the logarithm can be taken
+
+
+def q_network(experiment: Any, observations: Any, actions: Any) -> nn.Module:
+    """The value of every action."""
+    check_discrete(actions)
+    modules = own.modules(experiment, observations, actions, own.FEATURES, own.Q_VALUES)
+    if modules is not None and modules.kind == own.Q_VALUES:
+        return modules.q_network()
+    dueling = getattr(experiment.options, "dueling", False)
+    common = own.common(experiment, modules)
+    return build_q_network(observations, actions, dueling=dueling, **common)
+
+
+def bounded_actor(experiment: Any, observations: Any, actions: Any) -> nn.Module:
+    """A deterministic policy and its critic."""
+    check_bounded(actions)
+    modules = own.modules(experiment, observations, actions, own.FEATURES)
+    return build_bounded_actor(
+        observations,
+        actions,
+        noise=experiment.options.noise,
+        unit_actions=experiment.run.box_actions == "scale",
+        **own.common(experiment, modules),
+    )
 
 
 class DuelingOut(nn.Module):
@@ -231,13 +263,12 @@ def _hidden(hidden: Sequence[int] | None, encoder: Encoder) -> Sequence[int]:
 
 def is_plain(model: nn.Module) -> bool:
     """Whether numpy can do this model's arithmetic: no image, on the CPU, tanh or relu."""
-    known = (nn.Tanh, nn.ReLU)
+    if not isinstance(model, QNetwork | BoundedActor) or not can_encode(model.policy_encoder):
+        return False
     trunks = [getattr(model, name, ()) for name in ("policy_trunk", "critic_trunk")]
     parts = [part for trunk in trunks for part in trunk]
     return (
-        type(model) in (QNetwork, BoundedActor)
-        and hasattr(model.policy_encoder, "encode")
-        and not has_image(model)
-        and all(isinstance(part, (nn.Linear, *known)) for part in parts)
+        type(model) in (QNetwork, BoundedActor)  # a subclass may have a forward of its own
+        and all(isinstance(part, nn.Linear | nn.Tanh | nn.ReLU) for part in parts)
         and all(p.device.type == "cpu" and p.requires_grad for p in model.parameters())
     )

@@ -23,7 +23,7 @@ from manyhands.envs.adapter import DictRows
 from manyhands.envs.registry import env_factory, is_atari, resolve
 from manyhands.envs.spaces import zeros
 from manyhands.errors import ConfigError
-from manyhands.networks.build import has_image
+from manyhands.networks.encoders import has_image
 from manyhands.policy import Policy, load
 from manyhands.streams import OwnChance
 from manyhands.threads import one_thread

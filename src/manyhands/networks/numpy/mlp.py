@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,8 @@ import torch
 from torch import nn
 
 from manyhands.errors import ConfigError
-from manyhands.networks.build import ActorCritic, Observations, has_image
+from manyhands.networks.build import ActorCritic
+from manyhands.networks.encoders import DictEncoder, Observations, OneHotEncoder, VectorEncoder
 from manyhands.networks.flat import FlatParameters
 from manyhands.networks.numpy.distributions import has_density, sample
 from manyhands.trees import Array
@@ -130,6 +132,39 @@ def _trained(
     return hidden, [layer(out) for out in outs]
 
 
+# -- observations ---------------------------------------------------------------------------------
+
+
+def can_encode(encoder: nn.Module) -> bool:
+    """Whether `encoding` knows it: not an image's, nor a network of the user's own."""
+    if isinstance(encoder, DictEncoder):
+        return all(can_encode(part) for part in encoder.parts)
+    return isinstance(encoder, VectorEncoder | OneHotEncoder)
+
+
+def encoding(encoder: nn.Module) -> Callable[[Observations], Array]:
+    """What an encoder makes of observations, in numpy: float32 [N, features]."""
+    if isinstance(encoder, DictEncoder):
+        keys, encode = encoder.keys, [encoding(part) for part in encoder.parts]
+        return lambda x: np.concatenate([e(x[k]) for k, e in zip(keys, encode, strict=True)], -1)
+    if isinstance(encoder, OneHotEncoder):
+        return partial(_one_hot, encoder.sizes, encoder.starts)
+    if isinstance(encoder, VectorEncoder):
+        features = encoder.features
+        return lambda x: np.asarray(x, np.float32).reshape(len(x), features)
+    raise ConfigError(f"numpy does not know the encoder {type(encoder).__name__}")
+
+
+def _one_hot(sizes: list[int], starts: list[int], x: Array) -> Array:
+    columns = x.reshape(len(x), len(sizes)).T
+    codes = np.zeros((len(x), sum(sizes)), np.float32)
+    rows, offset = np.arange(len(x)), 0
+    for column, n, start in zip(columns, sizes, starts, strict=True):
+        codes[rows, offset + column - start] = 1.0
+        offset += n
+    return codes
+
+
 # -- acting ---------------------------------------------------------------------------------------
 
 
@@ -137,8 +172,7 @@ def can_act(model: nn.Module) -> bool:
     """Whether FastActor takes this model: an ActorCritic without images, on the CPU."""
     return (
         isinstance(model, ActorCritic)
-        and hasattr(model.policy_encoder, "encode")  # not a network of the user's own
-        and not has_image(model.policy_encoder)
+        and can_encode(model.policy_encoder)
         and all(p.device.type == "cpu" for p in model.parameters())
     )
 
@@ -153,7 +187,7 @@ class FastActor:
                 "use the model itself instead"
             )
         self.head = model.head
-        self._encode: Callable[[Observations], Array] = model.policy_encoder.encode  # type: ignore[assignment]
+        self._encode = encoding(model.policy_encoder)
         own = model.value_trunk
         self._policy_trunk = _layers(model.policy_trunk)
         self._value_trunk = None if own is None else _layers(own)
@@ -244,8 +278,7 @@ def can_learn(model: nn.Module) -> bool:
     return (
         type(model) is ActorCritic
         and has_density(model.head)
-        and hasattr(model.policy_encoder, "encode")
-        and not has_image(model.policy_encoder)
+        and can_encode(model.policy_encoder)
         and all(_is_plain(p) for p in model.parameters())
         and _is_plain_trunk(model.policy_trunk)
         and (model.value_trunk is None or _alike(model.policy_trunk, model.value_trunk))
@@ -269,7 +302,7 @@ class _Nets:
         if flat.model is not model:
             raise ConfigError("the flat parameters are those of another model")
         flat.check()
-        self._encode: Callable[[Observations], Array] = model.policy_encoder.encode  # type: ignore[assignment]
+        self._encode = encoding(model.policy_encoder)
         outs = ("policy_out", "value_out")
         trunks = [_trained(flat, model.policy_trunk, name, *outs) for name in names]
         self._policy_out, self._value_out = trunks[0][1]
