@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.gymnasium_ids import register_with_gymnasium
 
 if TYPE_CHECKING:
+    from manyhands.agent import Agent
     from manyhands.algorithms.spec import AlgorithmSpec
     from manyhands.blocks import check_actor
     from manyhands.blocks.gradients import GradientServer
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 register_with_gymnasium()  # never imports it: waits until somebody does
 
 _WHERE = {
+    "Agent": "manyhands.agent",
     "AlgorithmSpec": "manyhands.algorithms.spec",
     "Parallel": "manyhands.parallel",
     "WeightServer": "manyhands.blocks.weights",
@@ -55,6 +57,7 @@ _WHERE = {
     "CollectiveError": "manyhands.errors",
 }
 __all__ = [
+    "Agent",
     "AlgorithmSpec",
     "CollectiveError",
     "ConfigError",

@@ -23,9 +23,10 @@ from manyhands.config import Experiment, RunConfig, load_toml
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import ActionMap
 from manyhands.envs.registry import resolve
+from manyhands.envs.spaces import load_spaces
 from manyhands.errors import ConfigError, SupportError
 from manyhands.math.running_stats import Normaliser
-from manyhands.networks.build import ActorCritic, RecurrentActorCritic
+from manyhands.networks.build import ActorCritic, RecurrentActorCritic, to_tensor
 from manyhands.networks.numpy.distributions import mode, sample
 from manyhands.trees import Array
 from manyhands.types import Obs
@@ -116,7 +117,7 @@ class Policy:
     @torch.no_grad()
     def act_batch(self, observations: Obs, deterministic: bool = True) -> Array:
         """Actions for observations [N, ...]."""
-        parameters = self._parameters(self._seen(observations)).numpy()
+        parameters = self._parameters(self._seen(observations)).cpu().numpy()
         if deterministic:
             chosen = mode(self.model.head, parameters)
         else:
@@ -143,7 +144,7 @@ class Policy:
             return self.model.policy(seen)
         rows = trees.rows(seen)
         if self._memory is None or len(self._memory) != rows:
-            self._memory = torch.zeros(rows, self.model.state_size)
+            self._memory = torch.zeros(rows, self.model.state_size, device=self._device)
         parameters, _, self._memory = self.model.step(seen, self._memory)
         return parameters
 
@@ -157,7 +158,7 @@ class Policy:
     @torch.no_grad()
     def value_batch(self, observations: Obs) -> Array:
         """Values [N] of observations [N, ...]."""
-        return self.model.value(self._seen(observations)).numpy()
+        return self.model.value(self._seen(observations)).cpu().numpy()
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write the policy as one file that needs no manyhands: `.onnx`, or `.pt` (TorchScript).
@@ -177,7 +178,11 @@ class Policy:
 
     def _seen(self, observations: Obs) -> Any:
         """Normalised, as tensors."""
-        return trees.map(torch.as_tensor, self.normaliser.apply(observations))
+        return to_tensor(self.normaliser.apply(observations), self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
 
 def _as_batch(observation: Obs) -> Obs:
@@ -194,7 +199,7 @@ def load(run_dir: str | os.PathLike[str]) -> Policy:
             raise ConfigError(f"{folder} holds no {name}: is it the folder of a finished run?")
     experiment = load_toml(folder / "config.toml")
     run = experiment.run
-    spaces = spaces_of(run)
+    spaces = load_spaces(folder) or spaces_of(run)
     model = build_model(experiment, *spaces)
     normaliser = build_normaliser(experiment, spaces[0])
     arrays = load_file(folder / FILE)

@@ -69,6 +69,27 @@ def faults(experiment: Experiment) -> list[str]:
     return [fault for part in parts for fault in part(experiment)]
 
 
+def check_given(experiment: Experiment, observations: Any, actions: Any) -> None:
+    """For an Agent: the environments, of these spaces, are there, and no run folder is written."""
+    run = experiment.run
+    unnamed = dataclasses.replace(experiment, run=dataclasses.replace(run, env=""))
+    parts = (
+        _names_faults,
+        _strategy_faults,
+        _replay_faults,
+        _number_faults,
+        _batch_faults,
+        _package_faults,
+    )
+    found = [fault for part in parts for fault in part(unnamed)]
+    found += _space_faults(run, observations, actions)
+    found += _action_faults(experiment.spec, actions)
+    if run.network_kwargs and not run.network:
+        found.append("network_kwargs are for a network of your own; give network=... too")
+    if found:
+        raise ConfigError(join_faults(found))
+
+
 def _launcher_faults(experiment: Experiment) -> Iterator[str]:
     yield from joined.faults(experiment.run.engine, experiment.run.workers)
 

@@ -22,6 +22,7 @@ from manyhands.errors import ConfigError, WorkerError
 _MAIN = "__manyhands_main__"  # the user's script, imported (not run) in a worker
 _ROOM = 96 * 1024  # what fits an environment variable with room to spare
 importing_main = False
+_remembered: dict[str, Callable[..., Any]] = {}
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -50,6 +51,18 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{module}:{name}"
 
 
+def remember(function: Callable[..., Any]) -> str:
+    """A name by which `find` gives this very function in this process, whatever it is: one of the
+    running script, which must not be imported to find it, or one that has no name elsewhere."""
+    try:
+        name = name_of(function)
+    except ConfigError:
+        module, told = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+        name = f"{module or '__main__'}:{told or type(function).__qualname__}"
+    _remembered[name] = function
+    return name
+
+
 def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """A call as text."""
     name = name_of(function)
@@ -75,6 +88,8 @@ def perform(text: str) -> Any:
 
 def find(name: str) -> Callable[..., Any]:
     """The function of that name; ConfigError when it is not there."""
+    if name in _remembered:
+        return _remembered[name]
     place, _, qualname = name.rpartition(":")
     if not place:
         raise ConfigError(f"{name!r} cannot be found: it is not of the form module:function")

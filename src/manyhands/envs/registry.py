@@ -33,10 +33,30 @@ def resolve(env: EnvSource) -> EnvSource:
             f"an environment is given by its id or by a callable that makes one, not by a "
             f"{type(env).__name__}; for an existing environment class give the class itself"
         )
+    if not env:
+        raise ConfigError(
+            "the environment has no name by which it could be made: this policy was saved by an "
+            "Agent in an environment that is not registered. Give the Agent a name for it, such as "
+            "env='package.module:function'"
+        )
     if ":" in env:
         return _from_import_path(env)
     known_id(env)
     return env
+
+
+def name_of_env(env: Any) -> tuple[str, dict[str, Any]]:
+    """(id, arguments) by which environments like this one are made; an empty id where they are not:
+    it is not registered, or wrapped."""
+    spec = getattr(env, "spec", None)
+    if spec is None or spec.additional_wrappers or spec.id not in gymnasium.registry:
+        return "", {}
+    for_vectors = ("num_envs", "vectorization_mode", "vector_kwargs", "wrappers", "render_mode")
+    kwargs = {k: v for k, v in spec.kwargs.items() if k not in for_vectors}
+    if spec.max_episode_steps != gymnasium.registry[spec.id].max_episode_steps:
+        kwargs["max_episode_steps"] = spec.max_episode_steps
+    plain = all(isinstance(v, bool | int | float | str) for v in kwargs.values())
+    return (spec.id, kwargs) if plain else ("", {})
 
 
 def known_id(env_id: str) -> Any:

@@ -6,6 +6,8 @@ key.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -117,3 +119,70 @@ def shape_fault(space: gymnasium.Space[Any], value: Any) -> str:
     if np.shape(value) != tuple(space.shape or ()):
         return f"shape is {np.shape(value)}, the space says {tuple(space.shape or ())}"
     return ""
+
+
+# -- spaces in a file ------------------------------------------------------------------------------
+
+FILE = "spaces.json"
+
+
+def save_spaces(folder: Path, observations: Any, actions: Any) -> None:
+    """Beside a policy whose environment need not be one that can be made by name."""
+    text = json.dumps({"observations": _plain(observations), "actions": _plain(actions)}, indent=1)
+    (folder / FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def load_spaces(folder: Path) -> tuple[Any, Any] | None:
+    """(observation space, action space) that `save_spaces` wrote; None where there are none."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return _space(data["observations"]), _space(data["actions"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def _plain(space: Any) -> dict[str, Any]:
+    match space:
+        case spaces.Dict():
+            return {"kind": "Dict", "parts": {k: _plain(v) for k, v in space.spaces.items()}}
+        case spaces.Box():
+            low, high = (_one_number_or_all(x) for x in (space.low, space.high))
+            shape = list(space.shape)
+            return {"kind": "Box", "low": low, "high": high, "shape": shape,
+                    "dtype": str(space.dtype)}  # fmt: skip
+        case spaces.Discrete():
+            return {"kind": "Discrete", "n": int(space.n), "start": int(space.start)}
+        case spaces.MultiDiscrete():
+            return {"kind": "MultiDiscrete", "nvec": space.nvec.tolist(),
+                    "start": space.start.tolist()}  # fmt: skip
+        case spaces.MultiBinary():
+            n = list(space.n) if isinstance(space.n, tuple | list | np.ndarray) else int(space.n)
+            return {"kind": "MultiBinary", "n": n}
+    raise ConfigError(f"{space} cannot be written; understood are {_UNDERSTOOD}")
+
+
+def _one_number_or_all(bound: Any) -> Any:
+    numbers = np.unique(bound)
+    return numbers[0].item() if len(numbers) == 1 else bound.tolist()
+
+
+def _space(data: dict[str, Any]) -> Any:
+    match data["kind"]:
+        case "Dict":
+            return spaces.Dict({k: _space(v) for k, v in data["parts"].items()})
+        case "Box":
+            shape, dtype = tuple(data["shape"]), np.dtype(data["dtype"])
+            low, high = (
+                np.broadcast_to(np.asarray(data[k], dtype), shape) for k in ("low", "high")
+            )
+            return spaces.Box(low.copy(), high.copy(), dtype=dtype.type)
+        case "Discrete":
+            return spaces.Discrete(data["n"], start=data["start"])
+        case "MultiDiscrete":
+            return spaces.MultiDiscrete(data["nvec"], start=data["start"])
+        case "MultiBinary":
+            return spaces.MultiBinary(data["n"])
+    raise ValueError(f"there is no space {data['kind']!r}")

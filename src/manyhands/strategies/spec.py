@@ -55,6 +55,8 @@ class StrategySpec:
     """One line for the help."""
     program: str
     """package.module:function, which every worker calls with its Context and its RunProgress."""
+    part: str = ""
+    """The same a piece at a time, for loops of the user's own: makes a `Part` (part.py)."""
     synchronous: bool = True
     """Whether all workers act and count together, so that none is ahead of another."""
     one_worker: bool = False
@@ -86,9 +88,16 @@ class StrategySpec:
 
     def load(self) -> Callable[[Any, Any], None]:
         """The program; loads torch."""
-        module, _, name = self.program.partition(":")
-        program: Callable[[Any, Any], None] = getattr(importlib.import_module(module), name)
-        return program
+        return self._named(self.program)
+
+    def load_part(self) -> Callable[[Any, Any], Any]:
+        """What makes one worker's part; loads torch."""
+        return self._named(self.part)
+
+    def _named(self, path: str) -> Callable[[Any, Any], Any]:
+        module, _, name = path.partition(":")
+        found: Callable[[Any, Any], Any] = getattr(importlib.import_module(module), name)
+        return found
 
     def cell(self, algorithm: AlgorithmSpec) -> str:
         """OK, or why not with this algorithm; reads on after the algorithm's name."""
