@@ -37,6 +37,14 @@ def pytest_unconfigure() -> None:
         once.remove_folder()
 
 
+# One file is one process's: these take longest, and last they would keep it while others idle.
+LONGEST = ("test_docs.py", "test_joined.py", "test_launch_faults.py", "test_async_faults.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 SHM = "/dev/shm"
 
 
