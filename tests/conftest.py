@@ -23,6 +23,10 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Tests start hundreds of processes: what they import is compiled once, not by each of them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 sys.path.insert(0, os.path.dirname(__file__))  # worker processes find `programs` by this path
 
 import once  # noqa: E402
