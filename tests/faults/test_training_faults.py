@@ -77,12 +77,13 @@ SMALL = ("--num-envs", "4", "--rollout-length", "8", "-n", "2", "--steps", "3200
 
 
 @pytest.mark.parametrize(
-    ("where", "strategy"), [("reward", "gather"), ("observation", "allreduce")]
+    ("where", "strategy", "engine"),
+    [("reward", "gather", "inline"), ("observation", "allreduce", "local")],
 )
-def test_not_a_number(where: str, strategy: str, tmp_path: Path) -> None:
+def test_not_a_number(where: str, strategy: str, engine: str, tmp_path: Path) -> None:
     training = Training(
         tmp_path / "run", "a2c", "--env", "manyhands/NotANumber-v0", "--strategy", strategy,
-        "--env-kwargs", f"where={where}", "after=20", *SMALL,
+        "--engine", engine, "--env-kwargs", f"where={where}", "after=20", *SMALL,
     )  # fmt: skip
     code, text = training.end()
     assert code == 1, text
