@@ -12,7 +12,7 @@ from once import once
 from manyhands import launch, support
 
 WORKERS = 3
-CALLS = {"local": 1500, "inline": 300}  # of the stress; the others take longer a call
+CALLS = {"local": 600, "inline": 300}  # of the stress; the others take longer a call
 DTYPES = ["int8", "uint8", "int32", "int64", "bool", "float16", "float32", "float64"]
 DISAGREEMENTS = ["key", "shape", "dtype", "mean shape", "call", "skip", "extra leaf", "deep"]
 

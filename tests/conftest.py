@@ -26,6 +26,10 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Tests start hundreds of processes: what they import is compiled once, not by each of them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 sys.path.insert(0, os.path.dirname(__file__))  # worker processes find `programs` by this path
 
 import once  # noqa: E402
@@ -38,6 +42,14 @@ if FIRST:
 def pytest_unconfigure() -> None:
     if FIRST:
         once.remove_folder()
+
+
+# One file is one process's: these take longest, and last they would keep it while others idle.
+LONGEST = ("test_docs.py", "test_joined.py", "test_launch_faults.py", "test_async_faults.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 SHM = "/dev/shm"

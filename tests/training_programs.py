@@ -93,16 +93,25 @@ def trained(engine: str, workers: int, launched: int = 0) -> dict[str, Trained]:
     return {folder.name: read_run(folder) for folder in folders}
 
 
-def ways_of_learning(engine: str, workers: int) -> list[dict[str, dict[str, Any]]]:
-    """What each worker has learned in each way of a user's own loop, in the launch of `trained`."""
-    ways: list[dict[str, dict[str, Any]]] = one_launch(engine, workers, 0)["ways"]
-    return ways
+def told(engine: str, name: str) -> list[Any]:
+    """What each of two workers answers to another program in the launch of `trained`, by rank."""
+    return [answer[name] for answer in one_launch(engine, 2, 0)["told"]]
+
+
+def folder_of(engine: str, workers: int) -> Path:
+    """Where the runs of a launch lie."""
+    one_launch(engine, workers, 0)
+    return _folder(engine, workers, 0)
+
+
+def _folder(engine: str, workers: int, launched: int) -> Path:
+    return shared_folder() / f"{engine}-{workers}-{launched}"
 
 
 @once
 def one_launch(engine: str, workers: int, launched: int) -> dict[str, Any]:
-    """The folders of the runs, and the ways: several files of tests look at them."""
-    folder = shared_folder() / f"{engine}-{workers}-{launched}"
+    """The folders of the runs, and what workers tell: several files of tests look at them."""
+    folder = _folder(engine, workers, launched)
     cases = []
     for algorithm, strategy in cells(workers):
         name = f"{algorithm}-{strategy}"
@@ -112,19 +121,42 @@ def one_launch(engine: str, workers: int, launched: int) -> dict[str, Any]:
             configuration(algorithm, strategy, engine, workers, str(folder / name), **more)
             for name, more in todo
         ]
+    plan = [
+        ["trained", "training_programs:train_all", cases],
+        ["ways", "programs:train_all_ways", *WAYS],
+    ]
+    if workers == 2 and launched == 0:
+        own = own_networks(engine, folder / "own networks")
+        plan.append(["own networks", "training_programs:train_all", own])
+        on_gpus = [
+            configuration("a2c", s, engine, 2, str(folder / f"{s} on GPUs"), device="cuda")
+            for s in ("gather", "allreduce")
+        ]
+        plan.append(["devices", "device_programs:devices_of", on_gpus])
     with as_in_a_worker():
-        told = launch(
-            programs.suite,
-            [
-                ["trained", "training_programs:train_all", cases],
-                ["ways", "programs:train_all_ways", *WAYS],
-            ],
-            workers=workers,
-            engine=engine,
-            timeout=60,
+        answers = launch(programs.suite, plan, workers=workers, engine=engine, timeout=60)
+    return {"folders": [case["run"]["run_dir"] for case in cases], "told": answers}
+
+
+# Networks of the user's own, with strategies whose workers act and learn together.
+OWN_NETWORKS = {
+    "gather, features": ("ppo", "gather", "Features", {"minibatch": 16}),
+    "gather, policy and value": ("a2c", "gather", "PolicyValue", {}),
+    "allreduce, features": ("trpo", "allreduce", "Features", {"value_minibatch": 16}),
+    "allreduce, policy and value": ("trpo", "allreduce", "PolicyValue", {"value_minibatch": 16}),
+}
+
+
+def own_networks(engine: str, folder: Path) -> list[dict[str, Any]]:
+    kwargs = {"kind": "vector", "continuous": False}
+    return [
+        configuration(
+            algorithm, strategy, engine, 2, str(folder / name), env="own_networks:Seen",
+            env_kwargs=kwargs, network=f"own_networks:{network}", network_kwargs={"width": 5},
+            num_envs=4, rollout_length=16, steps=192, **more,
         )
-    folders = [case["run"]["run_dir"] for case in cases]
-    return {"folders": folders, "ways": [answer["ways"] for answer in told]}
+        for name, (algorithm, strategy, network, more) in OWN_NETWORKS.items()
+    ]  # fmt: skip
 
 
 def train_all(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -144,18 +145,32 @@ def train_experiment(experiment: Experiment) -> Result:
     return _perform(experiment.run, prepare)
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """While large packages are imported: what they make stays, and looking through it again and
+    again is an eighth of the processor time that `import torch` takes, in every worker."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -> dict[str, Any]:
     """One worker's part in a run, from its place to its last word, whatever its role.
 
     Only those that learn or serve read the checkpoint that `resumed` names. An actor that was
     restarted after a death attends nothing that all workers do together.
     """
-    import torch
+    with _no_garbage_collection():
+        import torch
 
-    from manyhands.experiment.records import Records
-    from manyhands.policy import spaces_of
-    from manyhands.strategies.context import Context
-    from manyhands.strategies.progress import RunProgress
+        from manyhands.experiment.records import Records
+        from manyhands.policy import spaces_of
+        from manyhands.strategies.context import Context
+        from manyhands.strategies.progress import RunProgress
 
     began = time.perf_counter()
     experiment = from_plain(plain)

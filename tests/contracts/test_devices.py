@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
-import device_programs
 import pytest
 from conftest import ALL_ENGINES
-from resume_programs import configuration
+from training_programs import told
 
 import manyhands as mh
-from manyhands import devices, launch
+from manyhands import devices
+from manyhands.cli.main import main
 from manyhands.devices import Seat
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
@@ -61,18 +60,9 @@ def test_who_shares_what(seats: list[Seat], words: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ALL_ENGINES)
-def test_two_workers_on_two_gpus_get_one_each(
-    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(devices.SIMULATED, "2")
-    more: dict[str, Any] = {"engine": engine, "steps": 96, "device": "cuda"}
-    runs = [
-        configuration("a2c", strategy, "CartPole-v1", tmp_path / strategy, **more)
-        for strategy in ("gather", "allreduce")
-    ]
+def test_two_workers_on_two_gpus_get_one_each(engine: str) -> None:
     both = "cuda:0, worker 0; cuda:1, worker 1"
-    told = launch(device_programs.devices_of, runs, workers=2, engine=engine, timeout=60)
-    assert told == [["cuda:0", both, both], ["cuda:1", both, both]]
+    assert told(engine, "devices") == [["cuda:0", both, both], ["cuda:1", both, both]]
 
 
 @pytest.mark.parametrize(
@@ -99,15 +89,13 @@ def test_those_that_learn_take_gpus(
 
 
 def test_the_start_table_says_who_shares_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(devices.SIMULATED, "1")
     words = [
-        "train", "ppo", "--env", "CartPole-v1", "--workers", "2", "--engine", "local", "--device",
-        "cuda", "--steps", "2048", "--run-dir", str(tmp_path / "run"),
+        "train", "a2c", "--env", "CartPole-v1", "--workers", "2", "--engine", "inline", "--device",
+        "cuda", "--num-envs", "4", "--rollout-length", "16", "--steps", "64", "--no-tensorboard",
+        "--run-dir", str(tmp_path / "run"),
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "manyhands.cli.main", *words],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert "device       cuda:0, shared by workers 0 and 1\n" in done.stdout + done.stderr
+    assert main(words) == 0
+    assert re.search(r"(?m)^device +cuda:0, shared by workers 0 and 1$", capsys.readouterr().out)

@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from training_programs import folder_of
 
 from manyhands.engines import joined
+from manyhands.engines.inline import world as inline
 from manyhands.errors import ConfigError
 from manyhands.run import train
 
@@ -80,18 +82,19 @@ def policy(folder: Path) -> bytes:
 
 @pytest.mark.parametrize(("launcher", "engine"), LAUNCHERS)
 def test_a_launchers_workers_make_one_run(launcher: str, engine: str, tmp_path: Path) -> None:
-    code, said = end(start(launcher, [*TRAIN, "--run-dir", str(tmp_path / "joined")]))
+    """The same as one whose workers we have started ourselves, to the bit."""
+    own, config = folder_of(engine, 2) / "ppo-allreduce", tmp_path / "config.toml"
+    config.write_text((own / "config.toml").read_text().replace("quiet = true", "quiet = false"))
+    words = ["train", "--config", str(config), "--run-dir", str(tmp_path / "joined")]
+    code, said = end(start(launcher, words))
     assert code == 0, said
     assert said.count("training     ppo") == 1, said
     assert f"2, allreduce on the {engine} engine" in said
     summary = json.loads((tmp_path / "joined" / "summary.json").read_text())
     assert (summary["workers"], summary["engine"]) == (2, engine)
-    assert summary["env_steps"] == 256
+    assert summary["env_steps"] == 288
     assert not (tmp_path / "joined" / ".lock").exists()
-    own = train("ppo", env="CartPole-v1", seed=3, num_envs=4, rollout_length=32, minibatch=64,
-                steps=256, tensorboard=False, engine=engine, workers=2, quiet=True,
-                run_dir=str(tmp_path / "own"))  # fmt: skip
-    assert policy(tmp_path / "joined") == policy(own.run_dir)
+    assert policy(tmp_path / "joined") == policy(own)
 
     # The engine is the launcher's, also where the run began on another.
     code, said = end(start(launcher, ["resume", str(tmp_path / "joined"), "--steps", "384"]))
@@ -116,7 +119,8 @@ def test_another_engine_is_one_error_but_for_inline(tmp_path: Path) -> None:
     # Runs of their own under one mpiexec, as a job array has them: what two of them may not share
     # is their folder.
     words = ["train", "ppo", "--env", "CartPole-v1", "--engine", "inline", "--workers", "1",
-             "--steps", "2048", "--run-dir", str(tmp_path / "run")]  # fmt: skip
+             "--num-envs", "4", "--rollout-length", "32", "--minibatch", "64", "--steps", "256",
+             "--no-tensorboard", "--run-dir", str(tmp_path / "run")]  # fmt: skip
     code, said = end(start("mpiexec", words))
     assert code == 2, said
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["workers"] == 1
@@ -143,6 +147,13 @@ def test_ctrl_c_saves_and_says_so_once(launcher: str, engine: str, tmp_path: Pat
     assert json.loads((folder / "summary.json").read_text())["exit"] == "stopped: SIGINT"
 
 
+@pytest.fixture
+def unattached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that nobody has called `Parallel()` in: other tests have, in this one."""
+    monkeypatch.setattr(inline, "current", lambda: None)
+
+
+@pytest.mark.usefixtures("unattached")
 def test_alone_under_a_launcher_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """`srun -n 1 manyhands train --workers 8` starts its own eight."""
     monkeypatch.setenv("SLURM_PROCID", "0")
@@ -152,6 +163,7 @@ def test_alone_under_a_launcher_is_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(joined.faults("local", 8)) == []
 
 
+@pytest.mark.usefixtures("unattached")
 @pytest.mark.parametrize(
     ("env", "name", "engine"),
     [

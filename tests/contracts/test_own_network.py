@@ -10,13 +10,12 @@ import numpy as np
 import own_networks
 import pytest
 import torch
-from conftest import PART_ENGINES_RAY_LATER, engine_params
-from once import once, shared_folder
+from conftest import PART_ENGINES_RAY_LATER, PROCESS_ENGINES
 from own_networks import SPACES
-from training_programs import as_in_a_worker, configuration, read_run, train_all
+from training_programs import OWN_NETWORKS, folder_of, read_run
 
 import manyhands as mh
-from manyhands import launch, trees
+from manyhands import trees
 from manyhands.cli.main import main
 from manyhands.errors import ConfigError
 
@@ -128,12 +127,6 @@ def test_a_constant_number_of_rows_is_not_exported_in_silence(name: str, tmp_pat
 
 # -- every strategy, every engine ------------------------------------------------------------------
 
-TOGETHER = {
-    "gather, features": ("ppo", "gather", "Features"),
-    "gather, policy and value": ("a2c", "gather", "PolicyValue"),
-    "allreduce, features": ("trpo", "allreduce", "Features"),
-    "allreduce, policy and value": ("trpo", "allreduce", "PolicyValue"),
-}
 APART = {
     "gradient_server, policy and value": ("a2c", "gradient_server", "PolicyValue"),
     "actor_learner, policy and value": ("impala", "actor_learner", "PolicyValue"),
@@ -144,25 +137,14 @@ APART = {
 }
 
 
-@once
-def trained_together(engine: str) -> dict[str, Any]:
-    """What workers that act and learn together have learned, all runs in one launch."""
-    folders, cases = {}, []
-    for name, (algorithm, strategy, network) in TOGETHER.items():
-        folders[name] = str(shared_folder() / f"own-{engine}" / name)
-        options = options_of(algorithm, "vector", network=f"own_networks:{network}", steps=192)
-        cases.append(configuration(algorithm, strategy, engine, 2, folders[name], **options))
-    with as_in_a_worker():
-        launch(train_all, cases, workers=2, engine=engine, timeout=60)
-    return {name: read_run(Path(folder)).policy for name, folder in folders.items()}
-
-
-@pytest.mark.parametrize("engine", engine_params("local", "mpi", "ray", "torch", slow="ray"))
+@pytest.mark.parametrize("engine", PROCESS_ENGINES)
 def test_every_engine_learns_the_same(engine: str) -> None:
-    learned, inline = trained_together(engine), trained_together("inline")
-    for name, policy in inline.items():
-        assert all(np.isfinite(value).all() for value in policy.values()), name
-        assert all(np.array_equal(value, policy[k]) for k, value in learned[name].items()), name
+    for name in OWN_NETWORKS:
+        inline, learned = (
+            read_run(folder_of(one, 2) / "own networks" / name).policy for one in ("inline", engine)
+        )
+        assert all(np.isfinite(value).all() for value in inline.values()), name
+        assert all(np.array_equal(value, inline[k]) for k, value in learned.items()), name
 
 
 def cells_apart() -> list[Any]:

@@ -2,71 +2,39 @@
 
 from __future__ import annotations
 
-import functools
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
-import resume_programs
 import torch
 from conftest import ALL_ENGINES
-from resume_programs import check_same, configuration, left_in
-from training_programs import as_in_a_worker
+from resume_programs import check_same, left_in
+from second_launch import GAMBLERS, answers_of, left_by
 
 import manyhands as mh
-from manyhands import launch
-from manyhands.engines import stopping
 from manyhands.viewing.evaluation import evaluate
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
-CASES: dict[str, dict[str, Any]] = {
-    "ppo-gather": {},
-    "a2c-allreduce": {"rollout_length": 40, "steps": 8 * 240},  # past the trial of 64 steps
-    "a2c-gather": {"env_kwargs": {"keeps_itself": True}},
-}
 
-
-def case(name: str, folder: Path, **more: Any) -> Any:
-    options = CASES[name] | more
-    return configuration(*name.split("-"), "resume_programs:gambler", folder, **options)
-
-
-@functools.cache
-def left_by(engine: str) -> tuple[dict[str, dict[str, Any]], list[dict[str, list[float]]]]:
-    """Of every case on one engine: a run, the same again, one with another seed and one that was
-    stopped and resumed; and what each worker drew. One launch."""
-    with tempfile.TemporaryDirectory() as name:
-        folder, runs = Path(name), []
-        for what in CASES:
-            names = [folder / f"{what}-{which}" for which in ("first", "stopped")]
-            runs.append([*(case(what, path, engine=engine) for path in names), 5])
-            runs.append([case(what, folder / f"{what}-again", engine=engine), None, 0])
-            runs.append([case(what, folder / f"{what}-other", engine=engine, seed=2), None, 0])
-        with as_in_a_worker(), mock.patch.object(stopping, "asked", resume_programs.stop_word):
-            drawn = launch(
-                resume_programs.stop_and_resume, runs, workers=2, engine=engine, timeout=60
-            )
-        return {path.name: left_in(path) for path in sorted(folder.iterdir())}, drawn
-
-
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", list(GAMBLERS))
 @pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_it_repeats_and_resumes_to_the_bit(engine: str, name: str) -> None:
-    left = left_by(engine)[0]
-    check_same(left[f"{name}-first"], left[f"{name}-again"])
-    check_same(left[f"{name}-first"], left[f"{name}-stopped"])
-    assert left[f"{name}-first"]["policy"] != left[f"{name}-other"]["policy"]
-    assert len(left[f"{name}-first"]["episodes"]) > 8
+    first, again, stopped, other = (
+        left_by(engine)[f"gambler-{name}-{which}"]
+        for which in ("first", "again", "stopped", "other")
+    )
+    check_same(first, again)
+    check_same(first, stopped)
+    assert first["policy"] != other["policy"]
+    assert len(first["episodes"]) > 8
 
 
 @pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_two_workers_never_draw_the_same(engine: str) -> None:
-    for run in zip(*(worker.items() for worker in left_by(engine)[1]), strict=True):
+    for run in zip(*(drawn.items() for drawn in answers_of(engine, "gamblers")), strict=True):
         (name, mine), (same, theirs) = run
         assert name == same
         assert len(mine) > 1000
@@ -76,7 +44,7 @@ def test_two_workers_never_draw_the_same(engine: str) -> None:
 
 def test_engines_and_numbers_of_workers_play_the_same_episodes(tmp_path: Path) -> None:
     """They end by chance alone, whatever was done."""
-    inline, local = (left_by(engine)[0]["ppo-gather-first"] for engine in ("inline", "local"))
+    inline, local = (left_by(engine)["gambler-ppo-gather-first"] for engine in ("inline", "local"))
     assert inline["episodes"] == local["episodes"]
     mh.train("a2c", **_small(tmp_path, "alone", workers=1))
     alone = left_in(tmp_path / "alone")["episodes"]

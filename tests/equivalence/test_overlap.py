@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from once import shared_folder
 from safetensors.numpy import load_file
+from second_launch import OVERLAP_UPDATES, second_launch
+from second_launch import overlap_options as options
 from training_programs import as_in_a_worker
 
 from manyhands import train
@@ -21,19 +24,7 @@ from manyhands.envs import make_vec
 from manyhands.policy import build_model, build_normaliser
 from manyhands.streams import EnvNoise
 
-ENVS, LENGTH, UPDATES = 4, 32, 5
-SMALL: dict[str, dict[str, Any]] = {
-    "a2c": {},
-    "ppo": {"minibatch": 32, "epochs": 3, "learning_rate": "linear:3e-3"},
-    "trpo": {"value_minibatch": 32, "value_epochs": 3},
-}
-
-
-def options(name: str) -> dict[str, Any]:
-    batch = {"num_envs": ENVS, "rollout_length": LENGTH, "steps": ENVS * LENGTH * UPDATES}
-    return (
-        {"env": "CartPole-v1", "seed": 2, "quiet": True, "tensorboard": False} | batch | SMALL[name]
-    )
+ENVS, LENGTH, UPDATES = 4, 32, OVERLAP_UPDATES
 
 
 def slow_reference(name: str) -> Any:
@@ -67,13 +58,17 @@ def slow_reference(name: str) -> Any:
 def test_it_is_the_serial_program_with_one_update_of_lag(name: str, tmp_path: Path) -> None:
     with as_in_a_worker():
         expected = slow_reference(name)
-        for workers, engine in ((2, "inline"), (3, "inline"), (2, "local")):
-            folder = tmp_path / f"{workers}-{engine}"
-            result = train(
-                name, strategy="gather", overlap=True, workers=workers, engine=engine,
-                run_dir=str(folder), **options(name),
+        second_launch("local")  # the same on two workers
+        folders = [shared_folder() / "second-local" / f"overlap of {name}"]
+        for workers in (2, 3):
+            folders.append(tmp_path / str(workers))
+            train(
+                name, strategy="gather", overlap=True, workers=workers, engine="inline",
+                run_dir=str(folders[-1]), **options(name),
             )  # fmt: skip
-            assert result.summary["updates"] == UPDATES
+        for folder in folders:
+            summary = json.loads((folder / "summary.json").read_text())
+            assert summary["updates"] == UPDATES
             rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
             assert [row["lag"] for row in rows] == [0.0, *[1.0] * (UPDATES - 1)]
             policy = {

@@ -9,7 +9,8 @@ import programs
 import pytest
 import torch
 from conftest import ALL_ENGINES
-from training_programs import WAYS, ways_of_learning
+from second_launch import answers_of
+from training_programs import WAYS, told
 
 from manyhands import launch
 
@@ -21,6 +22,8 @@ NAMES = ["averaged", "unequal", "gathered"]
 @functools.cache
 def learned(engine: str, workers: int) -> list[dict[str, dict[str, Any]]]:
     """What each worker has learned in each way."""
+    if workers == 2:
+        return answers_of(engine, "ways")
     return launch(programs.train_all_ways, *WAYS, workers=workers, engine=engine, timeout=60)
 
 
@@ -68,10 +71,10 @@ def test_replicas_are_equal_to_the_bit(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_the_same_again_is_the_same_to_the_bit(engine: str) -> None:
-    """In the same workers, and in a second launch, after other work."""
+    """In the same workers, and in another launch, after other work."""
     first = learned(engine, 2)[0]
     assert difference(first["averaged"], first["averaged again"]) == 0
-    second = ways_of_learning(engine, 2)[0]
+    second = told(engine, "ways")[0]
     for way in first:
         for name, value in first[way].items():
             assert torch.equal(value, second[way][name]), (way, name)

@@ -23,8 +23,8 @@ AFTER = ["after_allreduce.py", "after_gather.py"]
 BIN = Path(sys.executable).parent
 SECONDS = 200  # for what takes ten on a quiet machine
 LIMIT = 8  # added + removed lines
-# Both forms one after the other in the same workers: what takes time is their start.
-BOTH = (
+# Several scripts one after the other in the same workers: what takes time is their start.
+IN_TURN = (
     "import runpy, sys\nfor script in sys.argv[1:]: runpy.run_path(script, run_name='__main__')\n"
 )
 LAUNCH = [sys.executable, "-m", "manyhands.cli.main", "launch", "-n", "2"]
@@ -51,10 +51,10 @@ def edited(name: str, folder: Path, **constants: int) -> str:
     return str(path)
 
 
-def both(folder: Path) -> list[str]:
-    """The command line, after Python, that runs both forms for two updates."""
-    (folder / "both.py").write_text(BOTH)
-    return [str(folder / "both.py"), *(edited(name, folder, UPDATES=2) for name in AFTER)]
+def in_turn(folder: Path, names: list[str], updates: int) -> list[str]:
+    """The command line, after Python, that runs these scripts for so many updates each."""
+    (folder / "in_turn.py").write_text(IN_TURN)
+    return [str(folder / "in_turn.py"), *(edited(name, folder, UPDATES=updates) for name in names)]
 
 
 def run(command: list[str], seconds: float = SECONDS) -> str:
@@ -84,29 +84,29 @@ def shows_update(number: int, name: str, text: str, workers: int) -> None:
     assert len(re.findall(rf"{name}: update +{number} +return", text)) == who, text
 
 
-def returns(text: str) -> list[str]:
-    return sorted(re.findall(r"return +[\d.]+", text))
+def returns(name: str, text: str) -> list[str]:
+    return sorted(re.findall(rf"{name}: update +\d+ +(return +[\d.]+)", text))
 
 
 @functools.cache
-def alone(name: str) -> str:
-    """What a script prints as a plain program of one process."""
+def alone() -> str:
+    """What the scripts print in one plain process."""
     with tempfile.TemporaryDirectory() as folder:
-        return run([sys.executable, edited(name, Path(folder), UPDATES=3)])
+        return run([sys.executable, *in_turn(Path(folder), ["before.py", *AFTER], 3)])
 
 
 @functools.cache
-def launched(name: str, again: bool = False) -> str:
-    """What it prints with two workers; `again` tells two launches of the same apart."""
+def launched(again: bool = False) -> str:
+    """What both forms print with two workers; `again` tells two launches of the same apart."""
     with tempfile.TemporaryDirectory() as folder:
-        return run([*LAUNCH, edited(name, Path(folder), UPDATES=12)])
+        return run([*LAUNCH, *in_turn(Path(folder), AFTER, 12)])
 
 
 @functools.cache
 def started(how: str) -> str:
     """What both forms print, started in one of the other ways with two workers."""
     with tempfile.TemporaryDirectory() as folder:
-        words = both(Path(folder))
+        words = in_turn(Path(folder), AFTER, 2)
         if how == "srun":
             return srun([sys.executable, *words])
         if how == "mpiexec":
@@ -148,23 +148,23 @@ def srun(words: list[str]) -> str:
 
 @pytest.mark.parametrize("name", ["before.py", *AFTER])
 def test_plain_python(name: str) -> None:
-    shows_update(3, name, alone(name), 1)
+    shows_update(3, name, alone(), 1)
 
 
 def test_with_one_worker_both_forms_are_one_program() -> None:
     """Gathering from oneself and averaging with oneself change no digit of what is learned."""
-    assert returns(alone(AFTER[0])) == returns(alone(AFTER[1])) != []
+    assert returns(AFTER[0], alone()) == returns(AFTER[1], alone()) != []
 
 
 @pytest.mark.parametrize("name", AFTER)
 def test_manyhands_launch(name: str) -> None:
-    shows_update(12, name, launched(name), 2)
+    shows_update(12, name, launched(), 2)
 
 
 @pytest.mark.parametrize("name", AFTER)
 def test_the_same_seed_repeats_to_the_digit(name: str) -> None:
     """The script seeds torch and the environments: what two workers learn follows from that."""
-    assert returns(launched(name)) == returns(launched(name, again=True)) != []
+    assert returns(name, launched()) == returns(name, launched(again=True)) != []
 
 
 @pytest.mark.parametrize("name", AFTER)

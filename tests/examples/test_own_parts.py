@@ -29,8 +29,17 @@ def test_it_is_short() -> None:
     assert len((EXAMPLES / "own_algorithm.py").read_text().splitlines()) <= 60
 
 
-@pytest.mark.parametrize(("strategy", "workers"), [("single", 1), ("gather", 2), ("allreduce", 2)])
-@pytest.mark.parametrize("engine", ["inline", "local"])
+@pytest.mark.parametrize(
+    ("engine", "strategy", "workers"),
+    [
+        ("inline", "single", 1),
+        ("inline", "gather", 2),
+        ("inline", "allreduce", 2),
+        ("local", "allreduce", 2),
+        pytest.param("local", "single", 1, marks=pytest.mark.slow),
+        pytest.param("local", "gather", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_it_trains_resumes_and_loads(
     engine: str, strategy: str, workers: int, tmp_path: Path
 ) -> None:

@@ -28,8 +28,15 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ["keep", "drop"])
-@pytest.mark.parametrize("actors", [1, 2])
+@pytest.mark.parametrize(
+    ("actors", "what"),
+    [
+        (1, "drop"),
+        (2, "keep"),
+        pytest.param(1, "keep", marks=pytest.mark.slow),
+        pytest.param(2, "drop", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_actor_is_started_again(actors: int, what: str, tmp_path: Path) -> None:
     """Killed by its own environment after some steps, in its first life. One actor alone takes
     turns with the learner, which waits for the next life; of two the other goes on meanwhile."""

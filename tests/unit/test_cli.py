@@ -185,6 +185,21 @@ def test_wrong_options_of_a_benchmark(
 
 
 @pytest.mark.usefixtures("nothing_left")
+def test_lines_of_workers_are_whole_also_unbuffered(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "from manyhands import Parallel\npar = Parallel()\npar.barrier()\n"
+        "for i in range(300):\n    print('line', i)\npar.barrier()"
+    )
+    result = run("launch", "-n", "2", str(path), env={"PYTHONUNBUFFERED": "1"})
+    expected = [f"line {i}" for i in range(300)]
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if line.startswith("line")] == expected, result.stdout
+    assert [line for line in lines if line.startswith("[")] == [f"[worker 1] {x}" for x in expected]
+    assert len(lines) == 600
+
+
+@pytest.mark.usefixtures("nothing_left")
 def test_bench_collectives_writes_what_it_prints(tmp_path: Path) -> None:
     path = tmp_path / "collectives.json"
     words = ["--engines", "local,inline", "--rounds", "1", "--json", str(path)]

@@ -207,28 +207,34 @@ def test_plain_script_with_an_unseeded_generator_differs_between_runs(tmp_path: 
     assert plain(script, tmp_path).stdout != plain(script, tmp_path).stdout
 
 
-def seeds_alike(how: str) -> list[str]:
-    """Seed torch at the wrong or the right place; the warnings that the main worker gets."""
-    if how == "before":
-        torch.manual_seed(0)
-    par = Parallel()
-    if how == "after":
-        torch.manual_seed(0)
-    if how == "par.seed":
-        par.seed(0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        par.sync(nn.Linear(1, 1))
-        par.sync(nn.Linear(1, 1))
-    return [str(w.message) for w in caught if "same random numbers" in str(w.message)]
+SEEDED = {"before": 0, "par.seed": 0, "after": 1}  # how, and the warnings that it gets
 
 
-@pytest.mark.parametrize(("how", "count"), [("before", 0), ("par.seed", 0), ("after", 1)])
-def test_same_torch_seed_is_warned_of_once(how: str, count: int) -> None:
-    main, other = launch(seeds_alike, how, workers=2, engine="local", timeout=30)
-    assert len(main) == count
-    assert other == []
-    assert all("par.seed" in text for text in main)
+def seeds_alike() -> list[list[str]]:
+    """Seed torch at the wrong or the right place; the warnings of each way."""
+    found = []
+    for how in SEEDED:
+        if how == "before":
+            torch.manual_seed(0)
+        par = Parallel()
+        if how == "after":
+            torch.manual_seed(0)
+        if how == "par.seed":
+            par.seed(0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            par.sync(nn.Linear(1, 1))
+            par.sync(nn.Linear(1, 1))
+        said = [str(warning.message) for warning in caught]
+        found.append([text for text in said if "same random numbers" in text])
+    return found
+
+
+def test_same_torch_seed_is_warned_of_once() -> None:
+    main, other = launch(seeds_alike, workers=2, engine="local", timeout=30)
+    assert [len(texts) for texts in main] == list(SEEDED.values())
+    assert other == [[], [], []]
+    assert all("par.seed" in text for texts in main for text in texts)
 
 
 def no_ddp() -> str:

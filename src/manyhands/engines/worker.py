@@ -55,7 +55,9 @@ def main() -> NoReturn:
     process.die_with_parent(os.getppid())
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # whole lines: workers share a terminal
+            # Whole lines: workers share a terminal. Under PYTHONUNBUFFERED, too, where `print`
+            # writes text and newline apart, and another worker's line may come between them.
+            stream.reconfigure(line_buffering=True, write_through=False)
     # WHY ignore: Ctrl-C in a terminal reaches every process; the launcher alone answers it, and
     # ends the workers by SIGTERM, which here unwinds the stack so that `finally` blocks run.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
