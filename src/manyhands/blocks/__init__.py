@@ -13,13 +13,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from manyhands.engines.base import Service
-from manyhands.errors import CollectiveError
+from manyhands.errors import CollectiveError, ConfigError
 
 if TYPE_CHECKING:
     from manyhands.parallel import Parallel
-from typing import TYPE_CHECKING
 
-from manyhands.errors import ConfigError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
