@@ -13,9 +13,8 @@ from manyhands.gymnasium_ids import register_with_gymnasium
 if TYPE_CHECKING:
     from manyhands.agent import Agent
     from manyhands.algorithms.spec import AlgorithmSpec
-    from manyhands.blocks import check_actor
+    from manyhands.blocks import SharedValues, check_actor
     from manyhands.blocks.gradients import GradientServer
-    from manyhands.blocks.values import SharedValues
     from manyhands.blocks.weights import WeightServer
     from manyhands.engines.launch import launch
     from manyhands.errors import (
@@ -41,7 +40,7 @@ _WHERE = {
     "Parallel": "manyhands.parallel",
     "WeightServer": "manyhands.blocks.weights",
     "GradientServer": "manyhands.blocks.gradients",
-    "SharedValues": "manyhands.blocks.values",
+    "SharedValues": "manyhands.blocks",
     "check_actor": "manyhands.blocks",
     "Replay": "manyhands.replay.buffer",
     "PrioritizedReplay": "manyhands.replay.buffer",

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import torch
     from gymnasium.vector import VectorEnv
 
+    from manyhands.blocks import SharedValues
     from manyhands.blocks.gradients import GradientServer
-    from manyhands.blocks.values import SharedValues
     from manyhands.blocks.weights import WeightServer
 
 
@@ -277,7 +277,7 @@ class Parallel:
 
     def values(self, name: str = "values", *, owner: int = 0) -> SharedValues:
         """A small table that all workers read and write."""
-        from manyhands.blocks.values import SharedValues
+        from manyhands.blocks import SharedValues
 
         return SharedValues(self, name, owner=owner)
 

@@ -202,6 +202,16 @@ def test_the_start_table_says_what_it_is_taken_for(
     assert re.search(f"^network +{row}$", capsys.readouterr().out, re.MULTILINE)
 
 
+def test_initial_weights_come_from_the_seed_whoever_draws_them(tmp_path: Path) -> None:
+    own = {"network": "own_networks:drawn_by_numpy", "network_kwargs": {}}
+    runs = [
+        train("ppo", "vector", tmp_path / "quiet", 64, **own),
+        train("ppo", "vector", tmp_path / "not quiet", 64, quiet=False, **own),
+        train("ppo", "vector", tmp_path / "another seed", 64, seed=2, **own),
+    ]
+    assert weights(runs[0]) == weights(runs[1]) != weights(runs[2])
+
+
 def test_normalised_observations_are_float32(tmp_path: Path) -> None:
     run = train("ppo", "precise", tmp_path / "run", 64, normalize_observations=True,
                 network="own_networks:linear", network_kwargs={})  # fmt: skip

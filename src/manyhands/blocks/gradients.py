@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from manyhands.blocks import Locked, reach, whole
 from manyhands.blocks.weights import Sync, _modules, _pour, _shapes, _tree
@@ -32,9 +34,6 @@ from manyhands.trees import Array
 
 if TYPE_CHECKING:
     from manyhands.parallel import Parallel
-from typing import Literal
-
-import numpy as np
 
 
 class Steps(Locked):

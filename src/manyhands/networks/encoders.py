@@ -205,5 +205,6 @@ def make_encoder(space: Any, generator: torch.Generator | None = None) -> Encode
     )
 
 
-def has_image(encoder: nn.Module) -> bool:
-    return any(isinstance(module, ImageEncoder) for module in encoder.modules())
+def has_image(model: nn.Module) -> bool:
+    """Whether it convolves, which is worth several threads and no hidden layers behind it."""
+    return any(isinstance(module, nn.Conv2d) for module in model.modules())

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manyhands import seeding, trees
+from manyhands import seeding, streams, trees
 from manyhands.engines import calls
 from manyhands.envs.spaces import zeros
 from manyhands.errors import ConfigError
@@ -165,10 +165,9 @@ class OwnModules:
 
     def _make(self) -> _Tried:
         run = self._experiment.run
-        seed = seeding.integer(run.seed, "own network", self._made)
-        self._made += 1
-        with torch.random.fork_rng(devices=()):  # the user's generators stay where they are
-            torch.manual_seed(seed)
+        with streams.given_back():  # the user's generators stay where they are
+            seeding.seed_everything(run.seed, "own network", self._made)
+            self._made += 1
             module = _made(run.network, self._spaces, run.network_kwargs)
             return _Tried(self._experiment, module, *self._spaces, self._takes)
 
