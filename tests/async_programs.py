@@ -215,8 +215,8 @@ def learn_from_the_same(updates: int, learners: int) -> Any:
     from manyhands.algorithms.base import Alone
     from manyhands.collect.unroll import joined
     from manyhands.engines.attach import attach
+    from manyhands.engines.group import OverGroup
     from manyhands.experiment.bottleneck import Phases
-    from manyhands.strategies.context import OverGroup
 
     worker = attach()
     algorithm, envs = impala(learning_rate=1e-3, entropy_weight=0.01)

@@ -10,8 +10,7 @@ import numpy as np
 
 from manyhands.parallel import Parallel
 from manyhands.replay.frames import Frames, FrameStacker
-from manyhands.replay.shard_writer import FarRing, ShardWriter
-from manyhands.replay.sharded import RateLimit, ShardedReplay
+from manyhands.replay.sharded import FarRing, RateLimit, ShardedReplay, ShardWriter
 
 EXAMPLE = {"writer": np.int64(0), "number": np.int64(0), "data": np.zeros(64), "sum": np.int64(0)}
 

@@ -239,8 +239,8 @@ def as_in_a_worker() -> Iterator[None]:
 def learn_from_parts(name: str, parts: list[int], updates: int) -> Any:
     """Updates on one random batch, of which this worker holds `parts[rank]` rows; weights."""
     from manyhands.algorithms.base import Alone
+    from manyhands.engines.group import OverGroup
     from manyhands.experiment.bottleneck import Phases
-    from manyhands.strategies.context import OverGroup
     from manyhands.trees import take
     from manyhands.types import Batch
 

@@ -16,12 +16,12 @@ import manyhands as mh
 from manyhands.algorithms.base import Alone
 from manyhands.algorithms.registry import SPECS
 from manyhands.engines import inline
+from manyhands.engines.group import OverGroup
 from manyhands.errors import ConfigError
 from manyhands.experiment.bottleneck import Phases
 from manyhands.experiment.folder import SUMMARY
 from manyhands.networks.q import build_bounded_actor, build_q_network
 from manyhands.strategies.apex import learner as apex
-from manyhands.strategies.context import OverGroup
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 

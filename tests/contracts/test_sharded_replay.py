@@ -13,8 +13,7 @@ from conftest import PART_ENGINES
 
 from manyhands.errors import CollectiveError, ConfigError
 from manyhands.replay.buffer import PrioritizedReplay
-from manyhands.replay.shard_writer import ShardWriter
-from manyhands.replay.sharded import RateLimit, ShardedReplay
+from manyhands.replay.sharded import RateLimit, ShardedReplay, ShardWriter
 
 EXAMPLE = {"number": np.int64(0), "double": np.float32(0)}
 DEVIATIONS = 4.0  # of a chi-square statistic: 99.99 % of honest draws stay below

@@ -16,8 +16,7 @@ import pytest
 import replay_programs
 from replay_programs import EXAMPLE, torn
 
-from manyhands.replay.shard_writer import ShardWriter
-from manyhands.replay.sharded import ShardedReplay
+from manyhands.replay.sharded import ShardedReplay, ShardWriter
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 

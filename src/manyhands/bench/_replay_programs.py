@@ -184,7 +184,7 @@ def serve(libraries: dict[str, Callable[[str], Tasks]]) -> None:
 def add_rows(description: dict[str, Any], rate: float, seconds: float, rows: int) -> float:
     """Rows added a second: one 84 x 84 frame each, and the row that shows it."""
     from manyhands.replay.frames import FrameStacker
-    from manyhands.replay.shard_writer import ShardWriter
+    from manyhands.replay.sharded import ShardWriter
 
     writer = ShardWriter.open(description)
     stacker = FrameStacker(writer.frames, rows, 4)

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from manyhands import trees
-from manyhands.collect.rollout import Rollout, Stepper
-from manyhands.envs.adapter import Episode, Final, Step, VecAdapter
+from manyhands.collect.rollout import Rollout
+from manyhands.envs.adapter import Episode, Final, Step, Stepper, VecAdapter
 from manyhands.errors import WorkerError
 from manyhands.math.running_stats import Normaliser
 from manyhands.streams import EnvNoise

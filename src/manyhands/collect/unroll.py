@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from manyhands import trees
-from manyhands.collect.rollout import Stepper
-from manyhands.envs.adapter import Final, Step, VecAdapter
+from manyhands.envs.adapter import Final, Step, Stepper, VecAdapter
 from manyhands.envs.spaces import zeros
 from manyhands.errors import ConfigError
 from manyhands.math.running_stats import Normaliser

@@ -12,7 +12,8 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -395,3 +396,25 @@ def _call_site() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+class OverGroup:
+    """Sums and moments over the rows of all members, as an algorithm asks for them. `phases` gets
+    the time that they take."""
+
+    def __init__(self, group: Group, phases: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self._group, self._phases = group, phases
+
+    def sum(self, x: Any) -> Any:
+        with self._phases("synchronisation"):
+            return self._group.sum(x)
+
+    def moments(self, x: Any) -> tuple[float, float, int]:
+        with self._phases("synchronisation"):
+            return self._group.moments(x)
+
+    def place(self, rows: int) -> tuple[int, int]:
+        """The number of this member's first row among all, and how many all have."""
+        with self._phases("synchronisation"):
+            counts = self._group.exchange(rows)
+        return sum(counts[: self._group.rank]), sum(counts)

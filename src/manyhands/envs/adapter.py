@@ -342,3 +342,44 @@ def copy_single(space: gymnasium.Space[Any], value: Any) -> Obs:
     if isinstance(space, spaces.Dict):
         return {key: np.array(value[key], dtype=part.dtype) for key, part in space.spaces.items()}
     return np.array(value, dtype=space.dtype)
+
+
+class Stepper(ABC):
+    """A policy in environments, one step at a time, and what is kept of it.
+
+        act ─► envs.step ─► observe          until it is `full`; then something is made of it
+
+    `manyhands train` steps the environments itself (`fill`). In a loop of their own (agent.py)
+    users do: they show what is acted on (`current`), step, and `row` gets what came of it.
+    """
+
+    envs: VecAdapter
+    full = False  # whether there is enough to make something of
+    begun = False  # whether the environments have been reset
+
+    @property
+    @abstractmethod
+    def current(self) -> Obs:
+        """[B, ...] what is acted on next, in storage that may be written to."""
+
+    @property
+    @abstractmethod
+    def row(self) -> Step:
+        """Where the step that was acted for goes."""
+
+    @abstractmethod
+    def act(self) -> Array:
+        """Actions for `current`, in the policy's own terms."""
+
+    @abstractmethod
+    def observe(self) -> None:
+        """`row` has been filled."""
+
+    def fill(self) -> None:
+        """Step the environments until there is enough."""
+        if not self.begun:
+            self.begun = True
+            self.envs.reset(self.current)
+        while not self.full:
+            self.envs.step(self.act(), self.row)
+            self.observe()

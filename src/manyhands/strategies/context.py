@@ -18,7 +18,7 @@ from manyhands import devices, seeding
 from manyhands.algorithms.base import Across, Algorithm, Alone
 from manyhands.config import Experiment
 from manyhands.engines.base import Worker, cores
-from manyhands.engines.group import Group
+from manyhands.engines.group import Group, OverGroup
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import VecAdapter
 from manyhands.envs.make import frame_stack
@@ -151,27 +151,6 @@ class Context:
         if self.group is not None and self.group.size > 1:
             with self.phases("synchronisation"):
                 self.group.check_equal(who, {"weights": self.algorithm.flat.data})
-
-
-class OverGroup:
-    """The seam over a group of workers: sums and moments over the rows of all of them. The time
-    that it takes is `synchronisation`."""
-
-    def __init__(self, group: Group, phases: Phases) -> None:
-        self._group, self._phases = group, phases
-
-    def sum(self, x: Any) -> Any:
-        with self._phases("synchronisation"):
-            return self._group.sum(x)
-
-    def moments(self, x: Any) -> tuple[float, float, int]:
-        with self._phases("synchronisation"):
-            return self._group.moments(x)
-
-    def place(self, rows: int) -> tuple[int, int]:
-        with self._phases("synchronisation"):
-            counts = self._group.exchange(rows)
-        return sum(counts[: self._group.rank]), sum(counts)
 
 
 def _convolves(model: torch.nn.Module) -> bool:

@@ -17,9 +17,9 @@ from manyhands import seeding, trees
 from manyhands.algorithms.base import Across
 from manyhands.algorithms.off_policy import OffPolicy
 from manyhands.collect.episodes import EpisodeCollector
-from manyhands.collect.rollout import Collector, Stepper
+from manyhands.collect.rollout import Collector
 from manyhands.collect.unroll import UnrollCollector
-from manyhands.envs.adapter import Episode, Step
+from manyhands.envs.adapter import Episode, Step, Stepper
 from manyhands.envs.spaces import zeros
 from manyhands.math.optimiser import make_schedule
 from manyhands.replay.buffer import PrioritizedReplay, Replay

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Self
 
-from manyhands.collect.rollout import Stepper
+from manyhands.envs.adapter import Stepper
 from manyhands.strategies.context import Context
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from manyhands.algorithms.off_policy import OffPolicy
 from manyhands.errors import CollectiveError
 from manyhands.replay.frames import HeldFrames
-from manyhands.replay.shard_writer import ShardWriter
+from manyhands.replay.sharded import ShardWriter
 from manyhands.strategies import experience
 from manyhands.strategies.context import Context
 from manyhands.strategies.messages import Message, Weights, goodbye, send
