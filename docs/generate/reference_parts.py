@@ -15,11 +15,12 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from file_contents import EVENTS, SUMMARY
+
 from manyhands import support
 from manyhands.algorithms.registry import SPECS
 from manyhands.config import default_strategy, in_words
 from manyhands.experiment.bottleneck import PHASES
-from manyhands.experiment.file_contents import EVENTS, SUMMARY
 
 _PART = re.compile(r"<!-- from the code: ([\w ]+) -->(.*?)<!-- end -->", re.DOTALL)
 

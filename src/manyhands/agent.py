@@ -20,7 +20,7 @@ With `par=mh.Parallel()` the same lines are one worker of many. What it does fol
     actor_learner     actor     pulled weights   keeps     sends unrolls, pulls weights
                       learner   -                -         waits for unrolls, learns, publishes
 
-Underneath are the parts that `manyhands train` runs (strategies/part.py); only who steps the
+Underneath are the parts that `manyhands train` runs (strategies/context.py); only who steps the
 environments is another.
 """
 
@@ -54,8 +54,7 @@ from manyhands.experiment.bottleneck import Phases
 from manyhands.experiment.records import Records
 from manyhands.policy import Policy, save_policy
 from manyhands.strategies import registry as strategies
-from manyhands.strategies.context import Context
-from manyhands.strategies.part import Part
+from manyhands.strategies.context import Context, Part
 from manyhands.strategies.progress import RunProgress
 from manyhands.strategies.spec import OK
 from manyhands.streams import EnvNoise

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.replay import columns, compiled_loops
-from manyhands.replay.columns import FRESH_BELOW, Pool, gatherer
+from manyhands.replay import compiled_loops
+from manyhands.replay import ring as columns
+from manyhands.replay.ring import FRESH_BELOW, Pool, gatherer
 
 
 @pytest.mark.parametrize("way", ["numpy", "loops"])

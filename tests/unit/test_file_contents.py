@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from file_contents import EVENTS, SUMMARY
+
 from manyhands.config import build
 from manyhands.experiment import folder
-from manyhands.experiment.file_contents import EVENTS, SUMMARY
 from manyhands.experiment.records import Records
 
 SOURCE = Path(__file__).parents[2] / "src" / "manyhands"

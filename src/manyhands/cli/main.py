@@ -26,7 +26,9 @@ COMMANDS = {
     "bench": "measure speeds on this machine",
 }
 # Where a command is, if not in a file of its own name
-_FILES = {"resume": "train", "evaluate": "view", "video": "view", "plot": "view", "report": "view"}
+_FILES = {"resume": "train", "support": "doctor"} | dict.fromkeys(
+    ("evaluate", "video", "plot", "report"), "view"
+)
 
 HELP = """manyhands: run a reinforcement-learning job on everything you have
 

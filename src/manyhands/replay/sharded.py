@@ -43,9 +43,8 @@ from manyhands.engines.base import DEFAULT_TIMEOUT, Wait, wait_for, wait_of
 from manyhands.errors import CollectiveError, ConfigError
 from manyhands.replay.buffer import frames_of
 from manyhands.replay.frames import FramedRing, Frames, make_ring
-from manyhands.replay.prefetch import Prefetcher
 from manyhands.replay.ring import Ring
-from manyhands.replay.sampling import Batch, EmptyError, Proportional, Uniform, assemble
+from manyhands.replay.sampling import Batch, EmptyError, Prefetcher, Proportional, Uniform, assemble
 from manyhands.trees import Array, Tree
 
 __all__ = ["Batch", "Frames", "RateLimit", "ShardWriter", "ShardedReplay"]

@@ -27,10 +27,9 @@ from manyhands.algorithms.impala import IMPALA
 from manyhands.collect.unroll import Unroll, joined
 from manyhands.engines.base import Channel
 from manyhands.strategies.allreduce import CHECK_EVERY
-from manyhands.strategies.context import Context
+from manyhands.strategies.context import Context, Part
 from manyhands.strategies.experience import unroll_collector
 from manyhands.strategies.messages import Inbox, Weights, channel_to, goodbye, send
-from manyhands.strategies.part import Part
 from manyhands.strategies.progress import RunProgress
 
 

@@ -11,9 +11,8 @@ when learning takes long or observations are large; it loses when minibatches ar
 
 from __future__ import annotations
 
-from manyhands.strategies.context import Context
+from manyhands.strategies.context import Context, Part
 from manyhands.strategies.experience import rollout_collector
-from manyhands.strategies.part import Part
 from manyhands.strategies.progress import EveryWorker, RunProgress
 
 CHECK_EVERY = 100  # updates between two looks at whether the replicas are still equal

@@ -6,11 +6,21 @@ Every strategy is a program over a Context and a RunProgress, on every worker, w
     asynchronous   actors send, learners or a server learn; also one worker that does both in turn
 
 `group` are the workers that learn and count together, `across` is the seam over them.
+
+What a worker does in its role is a Part, a piece at a time:
+
+    with part:
+        while part.goes_on():
+            part.stepper.fill()      where it acts: until there is enough to make something of
+            part.update()            learns from it, sends it, or takes what others have sent
+
+`manyhands train` runs this loop. In a loop of their own (agent.py) users step the environments.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Any, Self
 
 import torch
 
@@ -20,7 +30,7 @@ from manyhands.config import Experiment
 from manyhands.engines.base import Worker, cores
 from manyhands.engines.group import Group, OverGroup
 from manyhands.envs import make_vec
-from manyhands.envs.adapter import VecAdapter
+from manyhands.envs.adapter import Stepper, VecAdapter
 from manyhands.envs.make import frame_stack
 from manyhands.experiment.bottleneck import Phases
 from manyhands.math.running_stats import Normaliser, RunningStats
@@ -151,6 +161,46 @@ class Context:
         if self.group is not None and self.group.size > 1:
             with self.phases("synchronisation"):
                 self.group.check_equal(who, {"weights": self.algorithm.flat.data})
+
+
+class Part(ABC):
+    """One worker's part in a strategy."""
+
+    context: Context
+    stepper: Stepper | None = None  # its policy in its environments; None: it does not act
+
+    @abstractmethod
+    def goes_on(self) -> bool:
+        """Whether there is more to do, as far as this worker knows."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """With a stepper, once that is full. Waits for others where the role does."""
+
+    def close(self) -> None:  # noqa: B027 (not every role has anything to say)
+        """The end, which the others hear of; waits for them where they wait for this one."""
+
+    def release(self) -> None:  # noqa: B027 (nor to give back)
+        """Give back what was taken, however it has ended."""
+
+    def run(self) -> None:
+        """All of it, in environments of our own."""
+        with self:
+            while self.goes_on():
+                if self.stepper is not None:
+                    with self.context.phases("rollout"):
+                        self.stepper.fill()
+                self.update()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            self.release()
 
 
 def _convolves(model: torch.nn.Module) -> bool:

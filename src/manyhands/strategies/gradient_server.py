@@ -28,9 +28,8 @@ from manyhands.blocks.gradients import Reducer
 from manyhands.collect.rollout import Collector
 from manyhands.errors import WorkerError
 from manyhands.math.optimiser import make_schedule
-from manyhands.strategies.context import Context
+from manyhands.strategies.context import Context, Part
 from manyhands.strategies.messages import Inbox, Message, Weights, channel_to, goodbye, send
-from manyhands.strategies.part import Part
 from manyhands.strategies.progress import RunProgress
 from manyhands.types import Batch
 

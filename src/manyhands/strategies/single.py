@@ -22,8 +22,7 @@ from manyhands.replay.buffer import PrioritizedReplay
 from manyhands.strategies import experience
 from manyhands.strategies.actor_learner import UnrollReplay
 from manyhands.strategies.allreduce import Replica
-from manyhands.strategies.context import Context
-from manyhands.strategies.part import Part
+from manyhands.strategies.context import Context, Part
 from manyhands.strategies.progress import (
     RunProgress,
     episode_rows,

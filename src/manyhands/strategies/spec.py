@@ -56,7 +56,7 @@ class StrategySpec:
     program: str
     """package.module:function, which every worker calls with its Context and its RunProgress."""
     part: str = ""
-    """The same a piece at a time, for loops of the user's own: makes a `Part` (part.py)."""
+    """The same a piece at a time, for loops of the user's own: makes a `Part` (context.py)."""
     synchronous: bool = True
     """Whether all workers act and count together, so that none is ahead of another."""
     one_worker: bool = False

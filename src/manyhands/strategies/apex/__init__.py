@@ -27,8 +27,7 @@ from __future__ import annotations
 from manyhands.strategies.apex import turns
 from manyhands.strategies.apex.actor import Actor
 from manyhands.strategies.apex.learner import Follower, MainLearner
-from manyhands.strategies.context import Context
-from manyhands.strategies.part import Part
+from manyhands.strategies.context import Context, Part
 from manyhands.strategies.progress import RunProgress
 
 

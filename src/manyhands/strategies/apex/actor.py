@@ -9,9 +9,8 @@ from manyhands.errors import CollectiveError
 from manyhands.replay.frames import HeldFrames
 from manyhands.replay.sharded import ShardWriter
 from manyhands.strategies import experience
-from manyhands.strategies.context import Context
+from manyhands.strategies.context import Context, Part
 from manyhands.strategies.messages import Message, Weights, goodbye, send
-from manyhands.strategies.part import Part
 from manyhands.trees import Array
 from manyhands.types import Batch
 

@@ -18,10 +18,9 @@ from manyhands.replay.sharded import RateLimit, ShardedReplay
 from manyhands.strategies import experience
 from manyhands.strategies.allreduce import CHECK_EVERY
 from manyhands.strategies.apex.actor import REPLAY, REPORTS
-from manyhands.strategies.context import Context
+from manyhands.strategies.context import Context, Part
 from manyhands.strategies.experience import ReplayLearner
 from manyhands.strategies.messages import Message, Weights
-from manyhands.strategies.part import Part
 from manyhands.strategies.progress import (
     Keeper,
     RunProgress,
