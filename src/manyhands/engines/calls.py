@@ -57,8 +57,8 @@ def remember(function: Callable[..., Any]) -> str:
     try:
         name = name_of(function)
     except ConfigError:
-        module, told = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-        name = f"{module or '__main__'}:{told or type(function).__qualname__}"
+        module, named = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+        name = f"{module or '__main__'}:{named or type(function).__qualname__}"
     _remembered[name] = function
     return name
 

@@ -197,8 +197,8 @@ def times(runs: Sequence[Run]) -> str:
         found = bottleneck(run.phases, run.experiment, wall_seconds=wall)
         sentence = f"{found[0].upper()}{found[1:]}."
     several = [r.summary["strategy"] for r in runs if r.summary["workers"] > 1]
-    told = dict.fromkeys(strategies.spec_of(name).on_times for name in several)
-    alone = "".join(f" {text}" for text in told if text)
+    notes = dict.fromkeys(strategies.spec_of(name).on_times for name in several)
+    alone = "".join(f" {text}" for text in notes if text)
     names = {name for run in runs for name in run.phases} | {"everything else"}
     legend = [(_colour(name), name) for name in sorted(names, key=_place)]
     return html.section(
