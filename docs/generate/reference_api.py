@@ -55,6 +55,7 @@ def api_page() -> str:
     for title, names in PARALLEL_PARTS.items():
         parts.append(f"### {title}\n")
         parts += [_member(Parallel, name, "par") for name in names]
+    parts += _class(manyhands.Agent, "agent", _call("manyhands.Agent", manyhands.Agent.__init__))
     parts.append(f"## launch\n\n{_entry(manyhands.launch)}")
     for kind, handle in _GIVEN.items():
         parts += _class(kind, handle, "")

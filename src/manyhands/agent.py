@@ -86,6 +86,10 @@ _FOR_EVER = 10**15  # steps, where the user has not said how many
 class Agent:
     """A ready-made algorithm in your own loop, alone or as one worker of many.
 
+    `done` says when the loop is over, `role` what this worker does, `acts` whether what it plays is
+    learned from, `version` how often its weights have been updated; `policy` is the policy as it
+    stands, like that of `mh.load`.
+
     Call `act`, `observe` and `update` in this order, once for each step of the environments. Close
     it at the end (`with mh.Agent(...) as agent:`), so that no other worker waits for this one.
     Alone it computes with one thread while it is open, unless OMP_NUM_THREADS says otherwise.

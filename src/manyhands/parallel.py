@@ -62,7 +62,6 @@ class Parallel:
         self.rank, self.size, self.engine = place.rank, place.size, place.engine
         self.role, self.role_rank, self.role_size = place.role, place.role_rank, place.role_size
         self.roles = _roles_of(self.worker, self.size)
-        self._groups: dict[str, Group] = {}
         self.is_main = place.is_main
         self.root_seed: int | None = None
         self.seconds: dict[str, float] = {}  # wall time of each `timer` section
@@ -94,9 +93,7 @@ class Parallel:
                 f"group_of({role!r}): {self.worker.place.name} is not one of them; there are "
                 f"{self.roles.text}"
             )
-        if role not in self._groups:
-            self._groups[role] = self.group.among(ranks, f"role {role}")
-        return self._groups[role]
+        return self.group.among(ranks, f"role {role}")
 
     def make_vec(self, env_id: Any, num_envs: int, **kwargs: Any) -> VectorEnv:
         """Gymnasium vector env with `num_envs` on this worker; no two workers share a seed."""

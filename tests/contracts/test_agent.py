@@ -231,7 +231,7 @@ def test_the_same_loop_in_every_role(engine: str) -> None:
         assert main["role"] == ("server" if algorithm == "a2c" else "learner")
         assert not main["acts"]
         assert main["version"] > 3
-        assert main["reports"] > 3
+        assert main["reports"] > 1
         assert main["steps"] >= options["steps"]
         for worker in acting:
             assert worker["acts"]

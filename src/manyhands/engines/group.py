@@ -35,6 +35,7 @@ class Group:
         self.debug = os.environ.get("MANYHANDS_DEBUG", "") == "1" if debug is None else debug
         self._calls = 0
         self._last_result = 0  # fingerprint of the last result that all workers share
+        self._among: dict[str, Group] = {}  # by name
 
     # -- moving data ---------------------------------------------------------------------------
 
@@ -165,7 +166,8 @@ class Group:
         return Group(transport, debug=self.debug) if inside else None
 
     def among(self, ranks: Sequence[int], name: str) -> Group:
-        """A group of these ranks, each of which calls it with the same name, and nobody else.
+        """A group of these ranks, each of which calls it with the same name, and nobody else; the
+        same one each time.
 
         WHY not `subgroup`: that one lets all workers compare their wishes, for which all must come;
         an actor that was started again, or acts already, would have to.
@@ -173,7 +175,10 @@ class Group:
         members = sorted(set(ranks))
         if members == list(range(self.size)):
             return self
-        return Group(self.transport.split_off(members, name), debug=self.debug)
+        if name not in self._among:
+            transport = self.transport.split_off(members, name)
+            self._among[name] = Group(transport, debug=self.debug)
+        return self._among[name]
 
     @property
     def is_main(self) -> bool:
