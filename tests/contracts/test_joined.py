@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from training_programs import folder_of
 
-from manyhands.engines import joined
-from manyhands.engines.inline import world as inline
+from manyhands.engines import inline, joined
 from manyhands.errors import ConfigError
 from manyhands.run import train
 
