@@ -161,3 +161,32 @@ def test_local_stopped_by_sigterm(algorithm: str, workers: int, tmp_path: Path) 
     expected["config"] = expected["config"].replace('engine = "inline"', 'engine = "local"')
     check_same(expected, found)
     assert not os.path.exists(halved / ".lock")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"lstm": 8},
+        {"collect": "episodes"},
+        {"unrolls": 2},
+        {"replay": 4, "unrolls": 2, "replay_share": 0.5},
+    ],
+    ids=lambda more: ",".join(more) or "plain",
+)
+def test_impala_alone(more: dict[str, Any], tmp_path: Path) -> None:
+    """One worker has all there is in its checkpoint: environments, memory, unrolls that wait."""
+
+    def train(name: str, steps: int) -> Path:
+        mh.train(
+            "impala", env="CartPole-v1", engine="inline", seed=3, steps=steps, num_envs=2,
+            rollout_length=8, learning_rate=1e-3, hidden=(8,), quiet=True, tensorboard=False,
+            run_dir=str(tmp_path / name), **more,
+        )  # fmt: skip
+        return tmp_path / name
+
+    whole, part = train("whole", 960), train("part", 480)
+    mh.resume(part, steps=960)
+    weights = "policy.safetensors"
+    assert (whole / weights).read_bytes() == (part / weights).read_bytes()
+    assert (whole / "episodes.csv").read_text().count("\n") > 5

@@ -89,7 +89,7 @@ class UnrollCollector(Stepper):
         self._at = 0  # the row that is written next; after the last one, `length`
         self._ends: list[tuple[int, Final]] = []
         self._before = np.zeros((b, state_size), np.float32)  # the state at the first row
-        self.state = np.zeros((b, state_size), np.float32)
+        self.memory = np.zeros((b, state_size), np.float32)
         self._first = np.ones((length + 1, b), bool)
         self._lanes: list[list[Unroll]] = [[] for _ in range(b)]  # of episodes that still run
         self._began = [-1] * b  # the version with which each running episode began
@@ -114,7 +114,7 @@ class UnrollCollector(Stepper):
             self._at = 0
         t = self._at
         if t == 0:
-            self._before = self.state.copy()
+            self._before = self.memory.copy()
         seen = self.normaliser.see(self.current)
         self._put_seen(t, seen)
         acted = self._act(seen, t)
@@ -141,15 +141,45 @@ class UnrollCollector(Stepper):
         self._ends, self.full = [], False
         return self._into_episodes(whole, version) if self._whole else [_owned(whole)]
 
+    def state(self) -> dict[str, Any]:
+        """Plain data and arrays from which `load_state` goes on exactly; between two `collect`s."""
+        envs = self.envs.state(trees.take(self._raw, self.length)) if self.begun else None
+        return {
+            "envs": envs,
+            "noise": self.noise.state(),
+            "memory": self.memory,
+            "first": self._first[self.length],
+            "lanes": self._lanes,
+            "began": self._began,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> list[str]:
+        """Go on from `state()`; in words, what could not be restored exactly."""
+        self.noise.load_state(state["noise"])
+        if state["envs"] is None:
+            return []
+        self.begun, self._at = True, self.length
+        restored = self.envs.load_state(state["envs"])
+        trees.copy_into(trees.take(self._raw, self.length), restored.obs)
+        self.normaliser.forget(restored.restarted)
+        self.memory = np.array(state["memory"], np.float32)
+        self._first[self.length] = state["first"]
+        self._lanes, self._began = [list(lane) for lane in state["lanes"]], list(state["began"])
+        for b in restored.restarted:
+            self._first[self.length, b], self._lanes[b], self._began[b] = True, [], -1
+        return restored.reasons
+
     def carry(self, steps: int) -> None:
         """Steps that have not been reported yet: no unroll was ready to go."""
         self._carried = steps
 
     def _act(self, seen: Obs, t: int) -> Acted:
-        if self.state.shape[1] == 0:
+        if self.memory.shape[1] == 0:
             return self.actor.act(seen, self.noise)
-        self.state[self._first[t]] = 0.0  # a new episode remembers nothing
-        acted, self.state = self.actor.act_with(seen, self.noise, self.state)  # type: ignore[attr-defined]
+        self.memory[self._first[t]] = 0.0  # a new episode remembers nothing
+        acted, self.memory = self.actor.act_with(  # type: ignore[attr-defined]
+            seen, self.noise, self.memory
+        )
         return acted  # type: ignore[no-any-return]
 
     def _put_seen(self, t: int, seen: Obs) -> None:

@@ -20,6 +20,8 @@ the batch.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from manyhands import seeding
@@ -151,3 +153,10 @@ class UnrollReplay:
             progress.learned(progress.lag(int(unroll["version"])))
         self._kept = [*self._kept, *new][-self._size :]
         return [*new, *old]
+
+    def state(self) -> dict[str, Any]:
+        return {"kept": self._kept, "chance": self._rng.bit_generator.state}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._kept = list(state["kept"])
+        self._rng.bit_generator.state = state["chance"]

@@ -47,15 +47,17 @@ def part(context: Context, progress: RunProgress) -> Part:
 
 
 class UnrollWorker(Part):
-    """Environments and a learner: as many unrolls as an update takes, then the update."""
+    """Environments and a learner: as many unrolls as an update takes, then the update. All of it
+    is in its checkpoints."""
 
     def __init__(self, context: Context, progress: RunProgress) -> None:
         self.context, self.progress = context, progress
-        progress.begin()
         self.stepper = self._collector = experience.unroll_collector(context)
         self._replay = UnrollReplay(context)
         self._waiting: list[Unroll] = []
         self._steps = 0  # since the last update
+        progress.begin(self)
+        self._learn_what_waits()  # of a checkpoint between two updates on unrolls of one round
 
     def goes_on(self) -> bool:
         return self.progress.goes_on()
@@ -64,6 +66,9 @@ class UnrollWorker(Part):
         with self.context.phases("rollout"):
             self._waiting += self._collector.take(self.context.algorithm.version)
         self._steps += int(self._collector.valid_steps)
+        self._learn_what_waits()
+
+    def _learn_what_waits(self) -> None:
         while len(self._waiting) >= self._replay.fresh_share and self.goes_on():
             self._learn()
 
@@ -81,6 +86,28 @@ class UnrollWorker(Part):
             batch = algorithm.prepare_unroll(joined(self._replay.mixed_with(fresh, progress)))
             info = algorithm.update(batch, context.across, progress.fraction)
         progress.close_update(info)
+
+    def state(self) -> dict[str, Any]:
+        worker = {
+            "collector": self._collector.state(),
+            "replay": self._replay.state(),
+            "waiting": self._waiting,
+        }
+        return {"worker": worker} | process_state(self.context)
+
+    def load_state(self, state: dict[str, Any]) -> list[str]:
+        """What could not be restored exactly, in words."""
+        worker = state.get("worker")
+        if worker is None:  # of version 0.1.0: new episodes, of the next session
+            self.context.close()
+            self.stepper = self._collector = experience.unroll_collector(self.context)
+            return ["this checkpoint of an earlier version has no environments: new episodes begin"]
+        self.context.session = int(state["crew"]["session"])  # the same episodes continue
+        notes = self._collector.load_state(worker["collector"])
+        self._replay.load_state(worker["replay"])
+        self._waiting = list(worker["waiting"])
+        load_process_state(self.context, state)
+        return notes
 
 
 class ReplayWorker(Part):
