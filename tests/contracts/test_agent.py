@@ -222,7 +222,7 @@ JOBS: list[list[Any]] = [
 ]
 
 
-@pytest.mark.parametrize("engine", engine_params("local", "ray", slow="ray"))
+@pytest.mark.parametrize("engine", engine_params("inline", "local", "ray", slow="ray"))
 def test_the_same_loop_in_every_role(engine: str) -> None:
     """Learner or server, and two that act: all of them run the same lines, and all of them end."""
     found = launch(programs.in_roles, JOBS, workers=3, engine=engine, timeout=60)

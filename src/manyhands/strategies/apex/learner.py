@@ -258,6 +258,7 @@ def make_replay(context: Context, progress: RunProgress, *, in_turns: bool) -> S
         o.updates_per_step * o.batch_size, ready_size(context), slack(context)
     )  # fmt: skip
     session = 0 if progress.resumed is None else int(progress.resumed["crew"]["session"]) + 1
+    threaded = run.engine != "inline"  # a thread that draws there could not hand over to actors
     return ShardedReplay(
         experience.example_row(context),
         shards=shards,
@@ -269,7 +270,7 @@ def make_replay(context: Context, progress: RunProgress, *, in_turns: bool) -> S
         seed=seeding.integer(run.seed, "replay", session),
         frames=experience.frames_of(context, shards),
         limit=limit,
-        prefetch=0 if in_turns else o.prefetch,
+        prefetch=o.prefetch if threaded and not in_turns else 0,
         on_loss=o.lost_shard,
         timeout=context.worker.timeout,
         wait=wait_of(context.worker),
