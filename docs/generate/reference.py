@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from path_picture import picture
 from reference_api import api_page, doc
 from reference_parts import filled, in_table, pages_with_parts
 
@@ -41,6 +42,9 @@ def main(argv: list[str]) -> int:
     for name, text in pages().items():
         (folder / name).write_text(text, encoding="utf-8")
         print(f"wrote {folder / name}")
+    drawn = folder.parent / "concepts/path-of-a-step.svg"
+    drawn.write_text(picture(), encoding="utf-8")
+    print(f"wrote {drawn}")
     for path in pages_with_parts(folder.parents[1]):
         text = filled(path, folder.parents[1])
         if text != path.read_text(encoding="utf-8"):

@@ -1,0 +1,60 @@
+"""The picture of a step's path shows the files that run, and they are few."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import FrameType
+
+import path_picture
+import pytest
+
+import manyhands as mh
+
+ROOT = os.path.dirname(os.path.abspath(mh.__file__)) + os.sep
+PICTURE = Path(__file__).parents[2] / "docs/concepts/path-of-a-step.svg"
+
+
+def test_the_picture_is_up_to_date() -> None:
+    assert PICTURE.read_text() == path_picture.picture(), "type: make docs"
+
+
+@pytest.mark.parametrize("path", path_picture.PATHS)
+def test_these_files_run_between_two_records(path: str, tmp_path: Path) -> None:
+    algorithm, strategy, most = path_picture.PATHS[path]
+    ran: set[str] = set()
+    metrics, tracing = tmp_path / "run/metrics.jsonl", False
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_code.co_filename
+        if tracing and event == "call" and name.startswith(ROOT):
+            ran.add(name[len(ROOT) :])
+
+    def train() -> None:
+        mh.train(
+            algorithm, env="CartPole-v1", strategy=strategy, engine="inline", workers=2, seed=1,
+            steps=steps, quiet=True, tensorboard=False, run_dir=str(tmp_path / "run"),
+        )  # fmt: skip
+
+    def records() -> int:
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+    steps = {"ppo": 26_000, "impala": 12_000, "dqn": 6_000}[algorithm]
+    threading.setprofile(look)  # type: ignore[arg-type]
+    try:
+        thread = threading.Thread(target=train)
+        thread.start()
+        while thread.is_alive() and records() < 5:
+            thread.join(0.02)
+        tracing, seen = True, records()
+        while thread.is_alive() and records() < seen + 4:
+            thread.join(0.02)
+        tracing = False
+    finally:
+        threading.setprofile(None)
+    thread.join(200)
+    assert records() > seen + 4, "the run ended before it was looked at"
+    core = {name for name in ran if not name.startswith(("engines/", "experiment/"))}
+    assert core == path_picture.files_of(path)
+    assert len(core) <= most
