@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,7 @@ def test_a_network_of_the_script_itself_is_saved_and_loaded(algorithm: str, tmp_
             best = agent.act(obs, explore=False)
             assert np.array_equal(best, policy.act(obs))
             obs, *_ = env.step(best)
-    found = evaluate(tmp_path / "policy", 3)
-    assert found.run.endswith("policy") if hasattr(found, "run") else True
+    assert np.isfinite(evaluate(tmp_path / "policy", 3).mean_return)
 
 
 def test_an_environment_without_a_name(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_replicas_are_equal_and_those_of_train(engine: str, tmp_path: Path) -> N
         trained("ppo", tmp_path / "train", "NEXT_STEP", SMALL["ppo"], workers=2)
         policy = mh.load(tmp_path / "train")
         weights = b"".join(w.numpy().tobytes() for w in policy.model.state_dict().values())
-        assert programs.hashlib.sha256(weights).hexdigest() == found[0]["weights"]
+        assert hashlib.sha256(weights).hexdigest() == found[0]["weights"]
 
 
 JOBS: list[list[Any]] = [
