@@ -17,7 +17,7 @@ from torch import nn
 class Network(nn.Sequential):
     """Features of observations; a layer for the value of each action comes on top."""
 
-    def __init__(self, observation_space, action_space, width=64):
+    def __init__(self, observation_space, action_space, width=128):
         inputs = observation_space.shape[0]
         super().__init__(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
 
@@ -29,9 +29,9 @@ def main():
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    options = {"target_return": 400} if args.algorithm == "dqn" else {
-        "target_return": -250, "box_actions": "scale", "updates_per_step": 1.0,
-    }  # fmt: skip
+    options = {"target_return": 400, "learning_rate": 5e-4, "max_grad_norm": 0.5}
+    if args.algorithm == "ddpg":
+        options = {"target_return": -250, "policy_learning_rate": 1e-4}
     par = mh.Parallel()
     par.seed(args.seed)
     envs = par.make_vec(args.env, num_envs=4)

@@ -150,6 +150,7 @@ class BoundedActor(nn.Module):
         bounds: tuple[Any, Any],
         *,
         hidden: Sequence[int],
+        critic_hidden: Sequence[int],
         activation: str,
         noise: float,
         generator: torch.Generator | None,
@@ -165,8 +166,9 @@ class BoundedActor(nn.Module):
         self.policy_out = BoundedOut(width, *bounds, generator)
         inputs = critic_encoder.features + head.size
         self.critic_encoder = critic_encoder
-        self.critic_trunk = mlp(inputs, hidden, activation=activation, generator=generator)
-        self.critic_out = linear(hidden[-1] if hidden else inputs, 1, OUT_GAIN, generator)
+        self.critic_trunk = mlp(inputs, critic_hidden, activation=activation, generator=generator)
+        wide = critic_hidden[-1] if critic_hidden else inputs
+        self.critic_out = linear(wide, 1, OUT_GAIN, generator)
         deviation = torch.clamp(noise * self.policy_out.reach, min=_NO_NOISE)
         self.register_buffer("log_std", deviation.log())
 
@@ -244,11 +246,15 @@ def build_bounded_actor(
     encoders = (make(), make())
     low, high = action_space.low, action_space.high
     bounds = (np.full_like(low, -1.0), np.full_like(high, 1.0)) if unit_actions else (low, high)
+    layers = _hidden(hidden, encoders[0])
     return BoundedActor(
         DiagonalGaussian(low, high),
         encoders,
         bounds,
-        hidden=_hidden(hidden, encoders[0]),
+        hidden=layers,
+        # CRUCIAL behind features of the user's own, which know nothing of the action: a value that
+        # is linear in the action has the same best action in every state.
+        critic_hidden=(encoders[1].features,) if encoder else layers,
         activation=activation,
         noise=noise,
         generator=generator,
