@@ -102,13 +102,19 @@ def resumed(engine: str, cases: list[Case], folder: Path) -> list[list[Any]]:
     return runs
 
 
-@functools.cache
-def left_resumed(engine: str) -> Left:
-    """The cells of an engine on which the default tests do not stop and resume."""
+@once
+def resumed_elsewhere(engine: str) -> str:
+    """The cells of an engine on which the default tests do not stop and resume; their folder."""
     folder = shared_folder() / f"resumed-{engine}"
     runs = resumed(engine, CELLS, folder)
     launched([["resumed", "resume_programs:stop_and_resume", runs]], engine)
-    return {path.name: left_in(path) for path in sorted(folder.iterdir())}
+    return str(folder)
+
+
+@functools.cache
+def left_resumed(engine: str) -> Left:
+    """What they have left, by their names."""
+    return {path.name: left_in(path) for path in sorted(Path(resumed_elsewhere(engine)).iterdir())}
 
 
 # -- environments that draw from global generators -------------------------------------------------

@@ -169,3 +169,12 @@ def test_prompt_is_told_to_use_a_file() -> None:
     )
     assert result.returncode == 1
     assert "ConfigError: f was typed at a prompt" in result.stderr
+
+
+def test_scripts_of_one_process_are_kept_apart(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.py").write_text(f"def build():\n    return {name!r}\n")
+    found = [calls.find(f"{tmp_path / name}.py:build")() for name in ("first", "second", "first")]
+    assert found == ["first", "second", "first"]
+    name = f"{tmp_path / 'second.py'}:build"
+    assert calls.name_of(calls.find(name)) == name

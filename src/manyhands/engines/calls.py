@@ -19,7 +19,7 @@ from typing import Any
 from manyhands import wire
 from manyhands.errors import ConfigError, WorkerError
 
-_MAIN = "__manyhands_main__"  # the user's script, imported (not run) in a worker
+_MAIN = "__manyhands_main__"  # before the path of a script that is imported, not run
 _ROOM = 96 * 1024  # what fits an environment variable with room to spare
 importing_main = False
 _remembered: dict[str, Callable[..., Any]] = {}
@@ -48,7 +48,7 @@ def name_of(function: Callable[..., Any]) -> str:
                 "by name: put it into a file and import it, or use engine='inline'"
             )
         return f"{os.path.abspath(path)}:{name}"
-    return f"{module}:{name}"
+    return f"{module.removeprefix(_MAIN)}:{name}"  # of an imported script: its path
 
 
 def remember(function: Callable[..., Any]) -> str:
@@ -129,19 +129,21 @@ def remote_error(name: str, method: str, error: BaseException) -> WorkerError:
 def _script(path: str) -> ModuleType:
     """The user's script as a module: its functions, without what `__main__` guards."""
     global importing_main
-    if _MAIN in sys.modules:
-        return sys.modules[_MAIN]
-    spec = importlib.util.spec_from_file_location(_MAIN, path)
+    # By its path: policies of several scripts may be loaded in one process.
+    name = f"{_MAIN}{os.path.abspath(path)}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not os.path.isfile(path):
         raise ConfigError(f"the script {path} cannot be found on this machine")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[_MAIN] = module
+    sys.modules[name] = module
     sys.path.insert(0, os.path.dirname(path))
     importing_main = True
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[_MAIN]  # half a module must not be found by the next call
+        del sys.modules[name]  # half a module must not be found by the next call
         raise
     finally:
         importing_main = False
