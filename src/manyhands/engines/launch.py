@@ -22,6 +22,7 @@ from manyhands.engines.shared import DONE, Board, Segment
 from manyhands.engines.supervisor import FirstToGo, Supervisor, label, what_ended
 from manyhands.errors import ConfigError, Stopped, SupportError, needs
 
+# An outer launcher's own variables would tell a worker that it is somebody else.
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK")
 
 
@@ -127,15 +128,7 @@ def threads_per_worker(workers: int, call: str = "") -> int:
 def _environment(job: Job, board: Board) -> dict[str, str]:
     threads = job.threads or threads_per_worker(job.workers, job.call)
     env = dict(os.environ)
-    # An outer launcher's own variables would tell a worker that it is somebody else.
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "PMI_RANK",
-        "PMI_SIZE",
-        "OMPI_COMM_WORLD_RANK",
-    ):
+    for name in _FOREIGN:
         env.pop(name, None)
     for name in threads_of.VARIABLES:
         if job.threads or name not in os.environ:
@@ -224,7 +217,8 @@ def _start_inline(job: Job, env: dict[str, str], supervisor: Supervisor) -> None
 
 
 def _start_mpi(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
-    banner = _MpiBanner(FirstToGo(supervisor.board))
+    first = FirstToGo(supervisor.board)
+    banner = _MpiBanner(first)
     child = supervisor.start(
         [_mpiexec(), "-n", str(job.workers), *_command(job)],
         env,
@@ -234,6 +228,7 @@ def _start_mpi(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
         own_group=job.graceful,
         explain=lambda code: banner.explain(code, supervisor.board),
     )
+    first.start()
     supervisor.pass_on(child, lambda line: banner.keep(line), lambda line: banner.keep(line))
     banner.ready = child.drain
 
@@ -260,7 +255,7 @@ class _MpiBanner:
         number = re.search(r"signal (\d+)", banner)
         named = [r for r in range(board.workers) if pid and board.pid(r) == int(pid.group(1))]
         text = what_ended(-int(number.group(1)) if number else code)
-        first = self._first.rank
+        first = self._first.rank()
         gone = [] if first is None or board.state(first) == DONE else [first]  # not who left well
         if not gone and not named:
             text += " (or another worker: mpiexec does not say which)"

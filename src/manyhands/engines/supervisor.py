@@ -277,37 +277,64 @@ class Supervisor:
 class FirstToGo:
     """Notices which worker ended first, where the processes are not our own children.
 
-    WHY: mpiexec kills the rest within a millisecond and names any of them. The kernel wakes us for
-    the first one.
+    WHY: mpiexec kills the rest within a millisecond and names any of them.
     """
 
     def __init__(self, board: Board) -> None:
-        self.rank: int | None = None
-        if hasattr(os, "pidfd_open"):
-            threading.Thread(target=self._watch, args=(board,), daemon=True).start()
+        self._board = board
+        self._known: dict[int, int] = {}  # file descriptor of a process -> rank
+        self._first: int | None = None
+        self._left = board.workers
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        # WHY epoll: it hands out events in the order in which they happened, so that who was first
+        # can still be told when all have ended by the time a busy machine lets us look. poll()
+        # gives the order of registration.
+        self._ended = select.epoll() if hasattr(os, "pidfd_open") else None
 
-    def _watch(self, board: Board) -> None:
-        poll = select.poll()
-        known: dict[int, int] = {}  # file descriptor of a process -> rank
-        while self.rank is None:
-            for rank in range(board.workers):
-                pid = board.pid(rank)
-                if pid and rank not in known.values():
-                    try:
-                        fd = os.pidfd_open(pid)
-                    except OSError:  # it ended before we could look
-                        self.rank = rank
-                        return
-                    known[fd] = rank
-                    poll.register(fd, select.POLLIN)
-            for fd, _ in poll.poll(10):
-                poll.unregister(fd)
-                rank = known[fd]
-                if board.state(rank) in (EMPTY, RUNNING):  # it did not say good-bye
-                    self.rank = rank
-                    break
-        for fd in known:
-            os.close(fd)
+    def start(self) -> None:
+        if self._ended is not None:
+            self._thread.start()
+
+    def rank(self) -> int | None:
+        """Who ended first without saying that he would; None if that was not seen."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(1.0)
+        self.look(0.0)
+        for fd in self._known:
+            with contextlib.suppress(OSError):  # asked twice
+                os.close(fd)
+        return self._first
+
+    def _watch(self) -> None:
+        while self._left and not self._over.is_set():
+            self.look(0.01)
+
+    def look(self, seconds: float) -> None:
+        """Watch the workers that have arrived, for so long."""
+        if self._ended is None:
+            return
+        missed = []
+        for rank in sorted({*range(self._board.workers)} - {*self._known.values()}):
+            if pid := self._board.pid(rank):
+                try:
+                    fd = os.pidfd_open(pid)
+                except OSError:  # it ended, and was waited for, before we could look
+                    missed.append(rank)
+                    continue
+                self._known[fd] = rank
+                self._ended.register(fd, select.EPOLLIN)
+        for fd, _ in self._ended.poll(seconds):
+            self._ended.unregister(fd)
+            self._left -= 1
+            self._note(self._known[fd])
+        if len(missed) == 1:  # of several, nobody knows who was first
+            self._note(missed[0])
+
+    def _note(self, rank: int) -> None:
+        if self._first is None and self._board.state(rank) in (EMPTY, RUNNING):
+            self._first = rank
 
 
 def label(who: str) -> LineFilter:
