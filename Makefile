@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup run test suite test-slow test-launches format lint type docs check clean
+.PHONY: help setup run test suite test-slow test-launches format lint type docs dist check clean
 help:          ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -44,6 +44,11 @@ type: $(READY)   ## mypy, strict
 
 docs: $(READY)   ## rebuild the generated reference pages
 	$(BIN)/python docs/generate/reference.py docs/reference
+
+dist: $(READY)   ## build the wheel into dist/, and try it in an empty virtual environment
+	rm -rf dist
+	$(BIN)/python -m build --wheel --no-isolation
+	MANYHANDS_WHEEL=$$(echo dist/*.whl) $(BIN)/python -m pytest -q -m slow tests/examples/test_wheel.py
 
 check: test   ## all of it
 
