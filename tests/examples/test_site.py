@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+WORDS = (
+    "callback", "action mask", "fine-tune", "curriculum", "sweep", "best model", "PettingZoo",
+    "Jupyter", "Windows",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +51,13 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
         text = page.read_text()
         loads = re.findall(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(https?:[^"]*)', text)
         assert loads == [], page
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_newcomers_words_lead_to_a_page(word: str) -> None:
+    """A row of the index says where it is, or that it is not there; the site's search finds it."""
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| ([^|]+) \| (.+) \|$", index)
+    found = [where for words, where in rows if word.lower() in words.lower()]
+    assert found
+    assert all("](" in where or "not built in" in where for where in found)
