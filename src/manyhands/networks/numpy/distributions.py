@@ -18,6 +18,7 @@ Fortran order ([P, N] in memory, as FastGradient gives them) are used as they ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -82,8 +83,15 @@ def _sample_categorical(
     below = np.add.accumulate(np.exp(shifted), axis=1)  # distribution function times its last
     total = below[:, -1:]  # value
     index = np.add.reduce(below <= rng.random((len(logits), 1)) * total, axis=1)
-    logp = shifted[np.arange(len(logits)), index] - np.log(total[:, 0])
+    rows, choices = shifted.shape
+    logp = shifted.take(index + _starts(rows, choices)) - np.log(total[:, 0])
     return (index + head.start if head.start else index), logp
+
+
+@lru_cache(maxsize=64)
+def _starts(rows: int, choices: int) -> Array:
+    """Where each row begins in an array of these dimensions."""
+    return np.arange(0, rows * choices, choices)
 
 
 def _split(head: MultiCategorical, parameters: Array) -> list[Array]:

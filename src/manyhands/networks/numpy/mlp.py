@@ -55,17 +55,12 @@ class Layer(NamedTuple):
     d_bias: Array = _NOWHERE
 
 
-def _linear(layer: Layer, x: Array, out: Array | None = None) -> Array:
-    y: Array = np.dot(x, layer.weight.T, out=out)
-    y += layer.bias
-    return y
-
-
 def _run(layers: list[Layer], x: Array) -> Array:
-    for layer in layers:
-        x = _linear(layer, x)
-        if layer.activation is not None:
-            layer.activation.apply(x)
+    for weight, bias, activation, _, _ in layers:
+        x = x.dot(weight.T)  # WHY the method: on a few rows np.dot takes a quarter longer
+        x += bias
+        if activation is not None:
+            activation.apply(x)
     return x
 
 
@@ -322,7 +317,8 @@ class _Nets:
         inputs = work.inputs = [x] * self._nets
         for layers, hidden in zip(self._trunk, work.hidden, strict=True):
             for layer, h, out in zip(layers, inputs, hidden.nets, strict=True):
-                _linear(layer, h, out)
+                np.dot(h, layer.weight.T, out=out)
+                out += layer.bias
             assert self._activation is not None
             self._activation.apply(hidden.values)
             inputs = hidden.nets
