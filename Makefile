@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup run test suite test-slow test-launches format lint type docs check clean
+.PHONY: help setup run test suite test-slow test-launches format lint type docs site dist check clean
 help:          ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -45,7 +45,16 @@ type: $(READY)   ## mypy, strict
 docs: $(READY)   ## rebuild the generated reference pages
 	$(BIN)/python docs/generate/reference.py docs/reference
 
+site: $(READY)   ## build the website into site/; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "to read it: $(BIN)/python -m http.server -d site"
+
+dist: $(READY)   ## build the wheel into dist/, and try it in an empty virtual environment
+	rm -rf dist
+	$(BIN)/python -m build --wheel --no-isolation
+	MANYHANDS_WHEEL=$$(echo dist/*.whl) $(BIN)/python -m pytest -q -m slow tests/examples/test_wheel.py
+
 check: test   ## all of it
 
 clean:   ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 
@@ -42,6 +43,32 @@ class Stopped(BaseException):
 def needs(package: str, extra: str, cause: Exception | None = None) -> SupportError:
     """The one line a user sees when an optional package is not there."""
     detail = f" ({cause})" if cause is not None else ""
-    return SupportError(
-        f"{package} is not installed{detail}; type: pip install 'manyhands[{extra}]'"
-    )
+    return SupportError(f"{package} is not installed{detail}; type: {install(extra)}")
+
+
+def install(extra: str) -> str:
+    """The command that adds an extra, from where this copy of the package came.
+
+    Whoever works in a copy of the repository, or installed from a folder, a file or an address,
+    would get another version, or none, by the name alone.
+    """
+    tree = os.path.realpath(os.path.join(__file__, "..", "..", ".."))
+    if os.path.isfile(
+        os.path.join(tree, "pyproject.toml")
+    ):  # a copy, installed by -e or not at all
+        here = os.path.realpath(os.curdir) == tree
+        return f"pip install -e '{'.' if here else tree}[{extra}]'"
+    import json
+    from importlib import metadata
+
+    try:
+        text = metadata.distribution("manyhands").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        text = None
+    if not text:
+        return f"pip install 'manyhands[{extra}]'"
+    origin = json.loads(text)  # PEP 610
+    url = origin["url"]
+    if "vcs_info" in origin:
+        url = f"{origin['vcs_info']['vcs']}+{url}"
+    return f"pip install 'manyhands[{extra}] @ {url}'"

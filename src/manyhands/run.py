@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from manyhands import devices, seeding, streams, threads
-from manyhands.config import Experiment, RunConfig, build, from_plain, load_toml, to_plain
+from manyhands.config import (
+    Experiment,
+    RunConfig,
+    build,
+    from_plain,
+    load_recipe,
+    load_toml,
+    to_plain,
+)
 from manyhands.config.validate import check
 from manyhands.engines import calls, inline, joined, stopping
 from manyhands.engines.attach import attach
@@ -65,17 +73,25 @@ class Paused(Stopped):
         self.run_dir, self.env_steps = run_dir, env_steps
 
 
-def train(algorithm: str, **options: Any) -> Result:
+def train(algorithm: str = "", *, recipe: str = "", **options: Any) -> Result:
     """Train a policy; `options` are the names that `manyhands train ALGORITHM --help` lists.
 
         result = train("ppo", env="CartPole-v1", workers=2, steps=100_000)
+        result = train(recipe="ppo-cartpole", seed=2)     # one of `manyhands recipes`
 
     Raises ConfigError with all faults of the configuration at once, before anything starts.
     """
     _not_in_a_worker("train")
     if callable(network := options.get("network")):
         options = options | {"network": calls.name_of(network)}
-    experiment = build(algorithm, **(joined.defaults(options.get("engine")) | options))
+    options = joined.defaults(options.get("engine")) | options
+    if bool(algorithm) == bool(recipe):
+        raise ConfigError('give an algorithm, train("ppo", ...), or a recipe, train(recipe=NAME)')
+    if recipe:
+        base = load_recipe(recipe)
+        plain = to_plain(base)
+        algorithm, options = base.algorithm, plain["run"] | plain[base.spec.name] | options
+    experiment = build(algorithm, **options)
     with streams.given_back():  # environments are made, and may draw, when they are looked at
         check(experiment)
     return train_experiment(experiment)

@@ -118,7 +118,7 @@ def test_extras_of_the_install_page_are_those_of_the_package() -> None:
     with open(ROOT / "pyproject.toml", "rb") as file:
         extras = tomllib.load(file)["project"]["optional-dependencies"]
     told = re.findall(r"(?m)^\| `pip install '\.\[(\w+)\]'` \|", text_of("docs/start/install.md"))
-    assert sorted(told) == sorted(set(extras) - {"dev"})
+    assert sorted(told) == sorted(set(extras) - {"dev", "docs"})
     all_of_these = re.findall(r"\w+", extras["all"][0].partition("[")[2])
     assert sorted(told[: told.index("all")]) == sorted(all_of_these)
 

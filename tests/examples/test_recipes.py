@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from manyhands.config import Experiment, from_plain, load_toml, to_plain, validate
+import manyhands as mh
+from manyhands.cli.main import main
+from manyhands.cli.train import parse
+from manyhands.config import RECIPES as FOLDER
+from manyhands.config import Experiment, from_plain, load_recipe, to_plain, validate
 from manyhands.run import train_experiment
 
-FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"), key=lambda path: path.name)
 UPDATES = 2
 HEADER = ("reached", "took", "machine", "command", "date")
@@ -39,7 +42,7 @@ def missing_package(experiment: Experiment) -> str:
 
 
 def recipe(name: str) -> Experiment:
-    experiment = load_toml(FOLDER / f"{name}.toml")
+    experiment = load_recipe(name)
     if package := missing_package(experiment):
         pytest.skip(f"{package} is not installed")
     return experiment
@@ -78,7 +81,7 @@ def test_begins_with_what_was_measured(name: str) -> None:
     header = text[: text.index("algorithm =")]
     for word in HEADER:
         assert re.search(rf"^# {word} +\S", header, re.MULTILINE), f"no line for {word!r}"
-    assert f"--config recipes/{name}.toml" in header
+    assert f"--recipe {name}" in header
     assert re.search(r"\d{4}-\d{2}-\d{2}", header)
     assert all(line.startswith("#") or not line for line in header.splitlines())
 
@@ -90,3 +93,41 @@ def test_two_updates(name: str, tmp_path: Path) -> None:
     result = train_experiment(experiment)
     assert result.summary["updates"] >= UPDATES
     assert (result.run_dir / "policy.safetensors").is_file()
+
+
+# -- by name ---------------------------------------------------------------------------------------
+
+
+def test_all_are_listed_and_each_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    assert "ppo-cartpole     PPO on CartPole-v1\n" in listed
+    assert [name for name in names() if not re.search(rf"(?m)^{name} ", listed)] == []
+    assert main(["recipes", "ppo-pong"]) == 0
+    assert capsys.readouterr().out == (FOLDER / "ppo-pong.toml").read_text()
+    assert main(["recipes", "ppo-pogn"]) == 2
+    assert "no recipe 'ppo-pogn'; did you mean ppo-pong" in capsys.readouterr().err
+
+
+def test_command_line_takes_a_recipe_and_changes_to_it() -> None:
+    assert parse(["--recipe", "ppo-acrobot"]) == load_recipe("ppo-acrobot")
+    changed = parse(["ppo", "--recipe=ppo-acrobot", "--seed", "7", "--epochs", "5"])
+    assert (changed.run.env, changed.run.seed, changed.options.epochs) == ("Acrobot-v1", 7, 5)
+    for words, said in {
+        "a2c --recipe ppo-acrobot": "ppo-acrobot configures ppo, but a2c was asked for",
+        "--recipe": "--recipe needs a name",
+        "--recipe nothing-like-it": "type: manyhands recipes",
+        "--recipe ppo-acrobot --config x.toml": "--recipe ppo-acrobot and --config",
+    }.items():
+        with pytest.raises(mh.ConfigError, match=said):
+            parse(words.split())
+
+
+def test_python_takes_a_recipe_and_changes_to_it(tmp_path: Path) -> None:
+    few = {"workers": 1, "strategy": "single", "steps": 64, "num_envs": 2, "rollout_length": 16}
+    small: dict[str, Any] = few | {"engine": "inline", "minibatch": 16, "quiet": True}
+    result = mh.train(recipe="ppo-cartpole", run_dir=str(tmp_path / "run"), **small)
+    assert result.summary["env_steps"] == 64
+    for algorithm, recipe in (("ppo", "ppo-cartpole"), ("", "")):
+        with pytest.raises(mh.ConfigError, match="give an algorithm"):
+            mh.train(algorithm, recipe=recipe)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import manyhands as mh
-from manyhands.config import load_toml
+from manyhands.config import load_recipe
 from manyhands.run import train_experiment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -31,7 +31,7 @@ def test_impala_cartpole(seed: int, tmp_path: Path) -> None:
 
 
 def by_recipe(name: str, seed: int, folder: Path) -> mh.run.Result:  # type: ignore[name-defined]
-    experiment = load_toml(ROOT / "recipes" / f"{name}.toml")
+    experiment = load_recipe(name)
     run = replace(experiment.run, seed=seed, run_dir=str(folder / str(seed)), quiet=True)
     return train_experiment(replace(experiment, run=run))
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 import manyhands as mh
-from manyhands.config import load_toml
+from manyhands.config import load_recipe
 from manyhands.run import train_experiment
 
 SEEDS = [1, 2, 3, 4, 5]
-RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def train(algorithm: str, folder: Path, **options: Any) -> Any:
@@ -32,7 +31,7 @@ def test_dqn_learns_to_repeat_what_it_sees(tmp_path: Path) -> None:
 
 def follow(recipe: str, strategy: str, seed: int, folder: Path) -> Any:
     """The recipe as it stands, in one process or with two actors."""
-    experiment = load_toml(RECIPES / f"{recipe}.toml")
+    experiment = load_recipe(recipe)
     run = replace(
         experiment.run, strategy=strategy, workers=1 if strategy == "single" else 3, seed=seed,
         run_dir=str(folder), quiet=True, tensorboard=False,

@@ -12,19 +12,18 @@ from typing import Any
 
 import pytest
 
-from manyhands.config import load_toml, validate
+from manyhands.config import load_recipe, validate
 from manyhands.run import Result, train_experiment
 from manyhands.viewing.evaluation import evaluate
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 MOST_STEPS = {"pendulum-dense": 400_000, "pendulum-sparse": 800_000}
 SOLVED = 0.8
 
 
 def train(recipe: str, folder: Path, **changes: Any) -> Result:
-    experiment = load_toml(RECIPES / f"{recipe}.toml")
+    experiment = load_recipe(recipe)
     changes |= {"run_dir": str(folder / "run"), "quiet": True, "tensorboard": False}
     experiment = replace(experiment, run=replace(experiment.run, **changes))
     validate.check(experiment)

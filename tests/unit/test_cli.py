@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from manyhands import __version__, bench
+from manyhands import __version__, bench, errors
 from manyhands.cli.main import COMMANDS, main
 from manyhands.engines.base import ENGINES
 from manyhands.support import OK, PARTS
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -227,3 +230,74 @@ def test_a_shell_whose_folder_was_removed(tmp_path: Path) -> None:
     script = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m manyhands.cli.main support"
     ended = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_examples_are_listed_and_each_can_be_copied(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["examples"]) == 0
+    listed = capsys.readouterr().out
+    assert "\nown_loop/before.py " in listed
+    assert re.search(r"(?m)^own_env.py +An environment of your own: write it", listed)
+    assert re.search(r"(?m)^notebooks/first_run.ipynb +A first run$", listed)
+    assert main(["examples", "own_env.py"]) == 0
+    assert capsys.readouterr().out == (ROOT / "examples" / "own_env.py").read_text()
+    assert main(["examples", "own_evn.py"]) == 2
+    assert "did you mean own_env.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("re", "resume report recipes"),
+        ("train ppo --learning-r", "--learning-rate"),
+        ("train --recipe ppo-p", "ppo-pendulum ppo-pong"),
+        ("launch --engine in", "inline"),
+        ("evaluate --js", "--json"),
+        ("plot runs/", ""),  # the shell's own: files
+    ],
+)
+def test_bash_completes(line: str, completed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    words = ["manyhands", *line.split()]
+    ask = (
+        f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}\n_manyhands\n"
+        'echo "${COMPREPLY[@]}"'
+    )
+    script = f"{capsys.readouterr().out}\n{ask}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == (completed, "")
+
+
+# -- what is missing -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ("", "pip install 'manyhands[mpi]'"),  # from an index
+        ('{"url": "file:///a/copy", "dir_info": {}}', "'manyhands[mpi] @ file:///a/copy'"),
+        (
+            '{"url": "https://a.host/m", "vcs_info": {"vcs": "git", "commit_id": "1"}}',
+            "'manyhands[mpi] @ git+https://a.host/m'",
+        ),
+    ],
+)
+def test_extras_come_from_where_the_package_came(
+    origin: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "manyhands-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: manyhands\nVersion: 9.9\n")
+    if origin:
+        (info / "direct_url.json").write_text(origin)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "manyhands" / "errors.py"))
+    assert command in errors.install("mpi")
+
+
+def test_extras_of_a_copy_are_installed_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert errors.install("mpi") == "pip install -e '.[mpi]'"
+    monkeypatch.chdir(tmp_path)
+    assert errors.install("mpi") == f"pip install -e '{ROOT}[mpi]'"

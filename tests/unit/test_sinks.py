@@ -19,7 +19,7 @@ from training_programs import cells, configuration
 
 from manyhands import support
 from manyhands.config import build, from_plain
-from manyhands.errors import SupportError
+from manyhands.errors import SupportError, install
 from manyhands.experiment import sinks as module
 from manyhands.experiment.sinks import (
     Sinks,
@@ -302,7 +302,7 @@ def test_a_missing_wandb_is_an_error_with_the_line_to_type(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     run = build("ppo", env="CartPole-v1", wandb="pole").run
-    with pytest.raises(SupportError, match=re.escape("pip install 'manyhands[wandb]'")):
+    with pytest.raises(SupportError, match=re.escape(install("wandb"))):
         make_sinks(run, tmp_path, {})
 
 

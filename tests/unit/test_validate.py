@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from manyhands import support
 from manyhands.config import Experiment, build, validate
-from manyhands.errors import ConfigError
+from manyhands.errors import ConfigError, install
 from manyhands.experiment.folder import RunFolder
 
 
@@ -189,7 +189,7 @@ def test_missing_packages(engine: str, package: str, monkeypatch: pytest.MonkeyP
         validate.importlib.util, "find_spec", lambda n, *a: None if n == package else find(n, *a)
     )
     (found,) = faults(engine=engine)
-    assert f"{package} is not installed; type: pip install 'manyhands[{engine}]'" in found
+    assert f"{package} is not installed; type: {install(engine)}" in found
 
 
 def test_a_folder_that_holds_a_run() -> None:

@@ -23,7 +23,7 @@ CODE = sorted(
 )
 TEXTS = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "docs/**/*.ipynb", "examples/**/*", "recipes/**/*")
+    for pattern in ("*.md", "docs/**/*.md", "docs/**/*.ipynb", "examples/**/*", "src/**/*.toml")
     for path in ROOT.glob(pattern)
     if path.suffix in (".md", ".py", ".toml", ".ipynb", ".sh") and path.name != "log.md"
 )

@@ -15,8 +15,8 @@ In the script, `par = manyhands.Parallel()` finds its place; nothing else change
 
   local    processes on this machine, shared memory: the fastest here (default)
   torch    torch.distributed: gloo, and nccl when each worker has a GPU
-  mpi      mpiexec with mpi4py            pip install 'manyhands[mpi]'
-  ray      Ray actors; --address joins a running cluster    pip install 'manyhands[ray]'
+  mpi      mpiexec with mpi4py (extra: mpi)
+  ray      Ray actors; --address joins a running cluster (extra: ray)
   inline   all workers in one process, one at a time: deterministic, and pdb works
 
 examples:

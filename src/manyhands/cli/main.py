@@ -21,13 +21,18 @@ COMMANDS = {
     "plot": "learning curves of one or many runs",
     "report": "one HTML page about a run: curves, times, pictures, configuration",
     "launch": "run your own script on N workers",
+    "recipes": "tuned runs that come with the package, for `manyhands train --recipe NAME`",
+    "examples": "programs that come with the package, to read and to copy",
     "doctor": "say what works on this machine, with a two-worker test of each engine",
     "support": "what runs with what: algorithms, strategies, engines",
     "bench": "measure speeds on this machine",
+    "completion": "commands and options by the Tab key, in bash and zsh",
 }
 # Where a command is, if not in a file of its own name
-_FILES = {"resume": "train", "support": "doctor"} | dict.fromkeys(
-    ("evaluate", "video", "plot", "report"), "view"
+_FILES = (
+    {"resume": "train"}
+    | dict.fromkeys(("evaluate", "video", "plot", "report"), "view")
+    | dict.fromkeys(("support", "recipes", "examples", "completion"), "doctor")
 )
 
 HELP = """manyhands: run a reinforcement-learning job on everything you have

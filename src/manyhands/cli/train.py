@@ -25,6 +25,7 @@ from manyhands.config import (
     help_of,
     hints_of,
     in_words,
+    load_recipe,
     load_toml,
     names_of,
     usual,
@@ -35,7 +36,8 @@ from manyhands.strategies import registry as strategies
 
 HELP = """\
 usage: manyhands train ALGORITHM --env ID [options]
-       manyhands train --config FILE.toml [options]
+       manyhands train --recipe NAME [options]           a tuned run: `manyhands recipes` lists them
+       manyhands train --config FILE.toml [options]      such as config.toml of an earlier run
 
 Train a policy. Every number is for all workers together, so that more workers make a run faster
 and change nothing of what it learns.
@@ -51,6 +53,7 @@ engines, by --engine: {engines}; `manyhands support` says what goes with what
 
 examples:
   manyhands train ppo --env CartPole-v1                        on all cores
+  manyhands train --recipe ppo-cartpole --seed 2
   manyhands train ppo --env CartPole-v1 -n 4 --target-return 475 --learning-rate linear:1e-3
   manyhands train a2c --env Pendulum-v1 --strategy gather --engine ray --normalize-observations
   manyhands train a2c --env CartPole-v1 -n 4 --strategy gradient_server           A3C
@@ -59,6 +62,10 @@ examples:
   manyhands train --config runs/CartPole-v1/ppo-allreduce/1-20250101-120000/config.toml --seed 2
 """
 
+_SOURCES = {
+    "--config": "a file: --config FILE.toml",
+    "--recipe": "a name: --recipe NAME; `manyhands recipes` lists them",
+}
 _GROUP_HELP = {
     "run": "What to train, for how long, and where the results go.",
     "worker": "Who works, and how they talk.",
@@ -88,24 +95,27 @@ def parse(argv: list[str]) -> Experiment:
     """The experiment that the words stand for; tyro leaves with code 2 if they are not options."""
     import tyro
 
-    algorithm, file, words = _split(argv)
+    algorithm, source, words = _split(argv)
     if any(word.split("=")[0] == "--roles" for word in words):
         raise ConfigError(
             "--roles is an option of `manyhands launch`; `manyhands train` counts with --workers N "
             "--learners M (the rest are actors), or --reducers M with gradient_server"
         )
-    base = load_toml(file) if file else None
-    if base is not None:
+    base = None
+    if source is not None:
+        option, name = source
+        base = load_toml(name) if option == "--config" else load_recipe(name)
         if algorithm and algorithm != base.algorithm:
-            raise ConfigError(f"{file} configures {base.algorithm}, but {algorithm} was asked for")
+            raise ConfigError(f"{name} configures {base.algorithm}, but {algorithm} was asked for")
         algorithm = base.algorithm
     spec = spec_of(algorithm)
     given = tyro.cli(
         _options(spec, base),
         args=words,
         prog=f"manyhands train {algorithm}",
-        description=f"{spec.about}\n\n--config FILE.toml takes what is not "
-        "given here from a file, such as config.toml of an earlier run.",
+        description=f"{spec.about}\n\n--recipe NAME takes what is not "
+        "given here from a tuned run (`manyhands recipes` lists them), --config FILE.toml from a "
+        "file, such as config.toml of an earlier run.",
         config=(tyro.conf.OmitArgPrefixes,),
     )
     values: dict[str, Any] = {}
@@ -133,26 +143,28 @@ def acting_workers(num_envs: int) -> int:
     return next((n for n in range(cores, 0, -1) if num_envs >= n and num_envs % n == 0), 1)
 
 
-def _split(argv: list[str]) -> tuple[str, str, list[str]]:
-    """Algorithm (or ""), config file (or ""), and the words that are left."""
-    words, file, left = list(argv), "", []
+def _split(argv: list[str]) -> tuple[str, tuple[str, str] | None, list[str]]:
+    """Algorithm (or ""), --config or --recipe with its value, and the words that are left."""
+    words, left = list(argv), []
+    source: tuple[str, str] | None = None
     algorithm = words.pop(0) if not words[0].startswith("-") else ""
     while words:
         word = words.pop(0)
-        if word == "--config":
-            if not words:
-                raise ConfigError("--config needs a file: --config FILE.toml")
-            file = words.pop(0)
-        elif word.startswith("--config="):
-            file = word.partition("=")[2]
-        else:
+        option, equals, value = word.partition("=")
+        if option not in _SOURCES:
             left.append(word)
-    if not algorithm and not file:
+        elif source is not None:
+            raise ConfigError(f"{source[0]} {source[1]} and {option}: one of them, please")
+        elif not equals and not words:
+            raise ConfigError(f"{option} needs {_SOURCES[option]}")
+        else:
+            source = option, value if equals else words.pop(0)
+    if not algorithm and source is None:
         raise ConfigError(
             f"the algorithm comes first: manyhands train ppo {' '.join(argv)}; there are "
             f"{', '.join(SPECS)}"
         )
-    return algorithm, file, left
+    return algorithm, source, left
 
 
 def teach() -> str:

@@ -19,6 +19,7 @@ import tomllib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
@@ -264,6 +265,20 @@ def load_toml(path: str | os.PathLike[str]) -> Experiment:
         return from_plain(data)
     except ConfigError as error:
         raise ConfigError(f"{os.fspath(path)}: {error}") from error
+
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+def load_recipe(name: str) -> Experiment:
+    """One of the tuned runs that come with the package, by the name of its file."""
+    names = sorted(path.stem for path in RECIPES.glob("*.toml"))
+    if name not in names:
+        raise ConfigError(
+            f"there is no recipe {name!r}; {nearest(name, names)} To see them all, type: "
+            "manyhands recipes"
+        )
+    return load_toml(RECIPES / f"{name}.toml")
 
 
 def holds_a_run(path: str | os.PathLike[str]) -> bool:

@@ -20,7 +20,7 @@ from manyhands.engines import calls, inline, stopping
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
 from manyhands.engines.shared import DONE, Board, Segment
 from manyhands.engines.supervisor import FirstToGo, Supervisor, label, what_ended
-from manyhands.errors import ConfigError, Stopped, SupportError, needs
+from manyhands.errors import ConfigError, Stopped, SupportError, install, needs
 
 # An outer launcher's own variables would tell a worker that it is somebody else.
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK")
@@ -270,8 +270,8 @@ def _mpiexec() -> str:
     found = beside if os.path.exists(beside) else shutil.which("mpiexec")
     if found is None:
         raise SupportError(
-            "no mpiexec found; type: pip install 'manyhands[mpi]' (mpi4py and mpich), or load your "
-            "cluster's MPI module"
+            f"no mpiexec found; type: {install('mpi')} (mpi4py and mpich), or load your cluster's "
+            "MPI module"
         )
     return found
 

@@ -41,7 +41,7 @@ from manyhands.engines.base import (
 from manyhands.engines.group import Group
 from manyhands.engines.process import BoardRoster
 from manyhands.engines.shared import DEAD, FAILED, Board
-from manyhands.errors import CollectiveError, ConfigError, SupportError
+from manyhands.errors import CollectiveError, ConfigError, SupportError, install
 from manyhands.trees import Array
 
 
@@ -89,8 +89,8 @@ def _initialised(timeout: float) -> Any:
     except (ImportError, RuntimeError) as cause:  # RuntimeError: mpi4py finds no MPI library
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise SupportError(
-            f"the mpi engine needs mpi4py and an MPI library ({reason}); type: pip install "
-            "'manyhands[mpi]' (mpi4py + mpich), or load your cluster's MPI module"
+            f"the mpi engine needs mpi4py and an MPI library ({reason}); type: {install('mpi')} "
+            "(mpi4py + mpich), or load your cluster's MPI module"
         ) from cause
     if not MPI.Is_initialized():
         _initialise_when_all_workers_have_come_to_parallel(MPI, timeout)
