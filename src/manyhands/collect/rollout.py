@@ -60,9 +60,8 @@ class Collector(Stepper):
         self.noise, self.normaliser = noise, normaliser
         b = envs.num_envs
         self._raw = zeros(envs.observation_space, (length + 1, b))
-        self._normal = (
-            None if normaliser.obs is None else np.zeros((length, b, *normaliser.obs.shape), "f4")
-        )
+        raw = trees.take(self._raw, slice(length))
+        self._normal = None if normaliser.obs is None else normaliser.apply(raw)
         self._flags = {n: np.zeros((length, b), bool) for n in ("terminated", "truncated", "valid")}
         self._reward = np.zeros((length, b), np.float32)
         self._seen = [trees.take(self._raw, t) for t in range(length + 1)]
@@ -145,7 +144,7 @@ class Collector(Stepper):
         store.action[t], store.logp[t] = acted.actions, acted.logp
         store.value[t], store.parameters[t] = acted.values, acted.parameters
         if self._normal is not None:
-            self._normal[t] = seen
+            trees.put(self._normal, t, seen)
 
     def _storage(self, acted: Acted) -> Rollout:
         def like(x: Array) -> Array:

@@ -1,7 +1,7 @@
 """Everything that can be wrong with a run before it starts, all of it at once.
 
 Each fault gives what was asked, the arithmetic, and what to type instead. No process is started;
-one environment is made, to look at its spaces, and closed again.
+an environment is made, to look at its spaces, and closed again.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from manyhands.engines import joined
 from manyhands.errors import ConfigError, ManyhandsError, needs
 from manyhands.math.optimiser import make_schedule
 from manyhands.strategies import registry as strategies
+from manyhands.types import MASK
 
 _AT_LEAST_ONE = ("workers", "steps", "num_envs", "rollout_length", "log_every")
 _MAY_BE_NEGATIVE = ("target_return",)
@@ -473,16 +474,20 @@ def _space_faults(run: RunConfig, observations: Any, actions: Any) -> Iterator[s
     from gymnasium.spaces import Box
 
     from manyhands.envs.adapter import ActionMap
-    from manyhands.envs.spaces import check_observation_space
+    from manyhands.envs.spaces import check_mask, check_observation_space, has_mask
 
     for look in (
         lambda: check_observation_space(observations),
+        lambda: check_mask(observations, actions),
         lambda: ActionMap(actions, run.box_actions),
     ):
         try:
             look()
         except ConfigError as error:
             yield str(error)
+    if has_mask(observations) and len(observations.spaces) == 2:
+        # beside a mask, the other key is normalised whatever its name
+        observations = next(p for k, p in observations.spaces.items() if k != MASK)
     if run.normalize_observations and not isinstance(observations, Box):
         yield (
             f"normalize_observations needs a Box of numbers, and the observation space is "
