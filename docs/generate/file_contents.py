@@ -37,8 +37,8 @@ SUMMARY: dict[str, tuple[str, str]] = {
     ),
     "exit": (
         "–",
-        "`solved`, `finished` (all steps done), `stopped:` and the signal, or `failed:` and the "
-        "error",
+        "`solved`, `finished` (all steps done), `stopped:` and the signal, `stopped by hooks:` "
+        "and their reason, or `failed:` and the error",
     ),
 }
 

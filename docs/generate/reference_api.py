@@ -56,6 +56,7 @@ def api_page() -> str:
         parts.append(f"### {title}\n")
         parts += [_member(Parallel, name, "par") for name in names]
     parts += _class(manyhands.Agent, "agent", _call("manyhands.Agent", manyhands.Agent.__init__))
+    parts += _class(manyhands.Run, "run", "")
     parts.append(f"## launch\n\n{_entry(manyhands.launch)}")
     for kind, handle in _GIVEN.items():
         parts += _class(kind, handle, "")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         SupportError,
         WorkerError,
     )
+    from manyhands.experiment.hooks import Run
     from manyhands.parallel import Parallel
     from manyhands.policy import load
     from manyhands.replay.buffer import PrioritizedReplay, Replay
@@ -45,6 +46,7 @@ _WHERE = {
     "Replay": "manyhands.replay.buffer",
     "PrioritizedReplay": "manyhands.replay.buffer",
     "ShardedReplay": "manyhands.replay.sharded",
+    "Run": "manyhands.experiment.hooks",
     "launch": "manyhands.engines.launch",
     "train": "manyhands.run",
     "resume": "manyhands.run",
@@ -65,6 +67,7 @@ __all__ = [
     "Parallel",
     "PrioritizedReplay",
     "Replay",
+    "Run",
     "ShardedReplay",
     "SharedValues",
     "SupportError",

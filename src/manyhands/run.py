@@ -37,7 +37,7 @@ from manyhands.experiment.lock import RunLock
 # What may be another in a resumed run: nothing here changes what a stored state means.
 RESUME_OPTIONS = (
     "steps", "target_return", "engine", "timeout", "address", "log_every", "checkpoint_seconds",
-    "tensorboard", "wandb", "quiet",
+    "tensorboard", "wandb", "quiet", "hooks",
 )  # fmt: skip
 
 # What only one process may decide: the folder, and the configuration with the checkpoint to resume
@@ -91,10 +91,32 @@ def train(algorithm: str = "", *, recipe: str = "", **options: Any) -> Result:
         base = load_recipe(recipe)
         plain = to_plain(base)
         algorithm, options = base.algorithm, plain["run"] | plain[base.spec.name] | options
-    experiment = build(algorithm, **options)
-    with streams.given_back():  # environments are made, and may draw, when they are looked at
-        check(experiment)
-    return train_experiment(experiment)
+    with _named_hooks(options) as options:
+        experiment = build(algorithm, **options)
+        with streams.given_back():  # environments are made, and may draw, when they are looked at
+            check(experiment)
+        return train_experiment(experiment)
+
+
+@contextmanager
+def _named_hooks(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Hooks travel by name: a class by its own. Where the workers are this process, any object
+    will do, and is found by a name for as long as the run goes on."""
+    hooks, engine = options.get("hooks", ""), options.get("engine", "local")
+    if isinstance(hooks, str):
+        yield options
+        return
+    if engine != "inline" and joined.place_in(engine) is None:
+        if not isinstance(hooks, type):
+            kind = type(hooks).__name__
+            raise ConfigError(
+                f"hooks={hooks!r} is an object of this process, and with engine={engine!r} the "
+                f"main worker is another; give the class, hooks={kind}, or engine='inline'"
+            )
+        yield options | {"hooks": calls.name_of(hooks)}
+        return
+    with calls.remembered(hooks) as name:
+        yield options | {"hooks": name}
 
 
 def resume(run_dir: str | os.PathLike[str], **options: Any) -> Result:
@@ -110,7 +132,12 @@ def resume(run_dir: str | os.PathLike[str], **options: Any) -> Result:
     if not os.path.isfile(os.path.join(folder, "config.toml")):
         raise ConfigError(f"{folder} holds no config.toml: it is not the folder of a run")
     launched = {k: v for k, v in joined.defaults(options.get("engine")).items() if k == "engine"}
-    experiment = _changed(load_toml(os.path.join(folder, "config.toml")), launched | options)
+    before = load_toml(os.path.join(folder, "config.toml"))
+    with _named_hooks({"engine": before.run.engine} | launched | options) as options:
+        return _resume(folder, _changed(before, options))
+
+
+def _resume(folder: str, experiment: Experiment) -> Result:
     with streams.given_back():
         check(experiment)
 
@@ -183,6 +210,7 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
     with _no_garbage_collection():
         import torch
 
+        from manyhands.experiment.hooks import Hooks
         from manyhands.experiment.records import Records
         from manyhands.policy import spaces_of
         from manyhands.strategies.context import Context
@@ -210,6 +238,8 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
     )
     progress = RunProgress(context, records, state)
     try:
+        if experiment.run.hooks and context.is_main:
+            progress.hooks = Hooks(experiment.run.hooks, progress)
         context.phases.add("starting", time.perf_counter() - began)
         experiment.strategy_spec.load()(context, progress)
         return progress.finish()

@@ -42,6 +42,7 @@ class Finished(NamedTuple):
     env: int
     total_return: float
     length: int
+    info: tuple[float, ...] = ()
 
 
 class UnrollCollector(Stepper):
@@ -124,7 +125,9 @@ class UnrollCollector(Stepper):
         t, row = self._at, self.row
         if row.finals:
             self._ends += [(t, final) for final in row.finals]
-            self.finished += [Finished(e.env, e.total_return, e.length) for e in row.episodes]
+            self.finished += [
+                Finished(e.env, e.total_return, e.length, e.info) for e in row.episodes
+            ]
         over = row.terminated | row.truncated
         self._first[t + 1] = over | (self._first[t] & ~row.valid)
         self.normaliser.scale(row.reward, over)

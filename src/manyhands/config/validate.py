@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import math
 import os
 import tempfile
@@ -20,6 +21,7 @@ from manyhands import devices, support
 from manyhands.algorithms.registry import spec_of
 from manyhands.algorithms.spec import AlgorithmSpec
 from manyhands.config import (
+    HOOKS,
     Experiment,
     RunConfig,
     hints_of,
@@ -28,7 +30,7 @@ from manyhands.config import (
     join_faults,
     nearest,
 )
-from manyhands.engines import joined
+from manyhands.engines import calls, joined
 from manyhands.errors import ConfigError, ManyhandsError, needs
 from manyhands.math.optimiser import make_schedule
 from manyhands.strategies import registry as strategies
@@ -65,6 +67,7 @@ def faults(experiment: Experiment) -> list[str]:
         _package_faults,
         _environment_faults,
         _fit_faults,
+        _hooks_faults,
         _run_dir_faults,
     )
     return [fault for part in parts for fault in part(experiment)]
@@ -212,7 +215,7 @@ def _number_faults(experiment: Experiment) -> Iterator[str]:
         for f in dataclasses.fields(config):
             value = getattr(config, f.name)
             if _is_schedule(config, f.name):
-                yield from _schedule_faults(f.name, value)
+                yield from schedule_faults(f.name, value)
             elif isinstance(value, (int, float)) and not isinstance(value, bool):
                 yield from _range_faults(f.name, float(value), f.default)
     run = experiment.run
@@ -264,7 +267,7 @@ def _is_schedule(config: Any, name: str) -> bool:
     return float in members and str in members
 
 
-def _schedule_faults(name: str, value: Any) -> Iterator[str]:
+def schedule_faults(name: str, value: Any) -> Iterator[str]:
     try:
         schedule = make_schedule(value)
     except ConfigError as error:
@@ -493,6 +496,52 @@ def _space_faults(run: RunConfig, observations: Any, actions: Any) -> Iterator[s
             f"normalize_observations needs a Box of numbers, and the observation space is "
             f"{observations}; type: --no-normalize-observations"
         )
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+
+
+def _hooks_faults(experiment: Experiment) -> Iterator[str]:
+    name = experiment.run.hooks
+    if not name:
+        return
+    try:
+        found: Any = calls.find(name)
+    except ConfigError as error:
+        yield f"hooks: {error}; type: --hooks package.module:Class"
+        return
+    except Exception as error:  # the module is anybody's code and may raise anything
+        yield f"hooks {name} cannot be imported: {type(error).__name__}: {error}"
+        return
+    methods = [method for method in dir(found) if method.startswith("on_")]
+    if isinstance(found, type) and (needed := _required(found)):
+        yield (
+            f"hooks {name} cannot be made: its __init__ asks for {in_words(needed)}; give them "
+            "defaults"
+        )
+    if not methods:
+        yield f"hooks {name} has none of the methods {in_words(list(HOOKS), 'or')}"
+    for method in methods:
+        if method not in HOOKS:
+            yield f"hooks {name} has a method {method}; hooks have {in_words(list(HOOKS))}"
+            continue
+        given = ("run", *HOOKS[method])
+        function = getattr(found, method)
+        takes = (object(), *given) if isinstance(found, type) else given
+        try:
+            inspect.signature(function).bind(*takes)
+        except (TypeError, ValueError):
+            yield f"hooks {name}: {method} is called with ({', '.join(given)}); let it take these"
+
+
+def _required(cls: type) -> list[str]:
+    """What must be given to make one."""
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+    except (TypeError, ValueError):  # written in C, and silent about itself
+        return []
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
 
 
 # -- run folder ------------------------------------------------------------------------------------

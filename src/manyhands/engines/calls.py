@@ -12,7 +12,8 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -61,6 +62,16 @@ def remember(function: Callable[..., Any]) -> str:
         name = f"{module or '__main__'}:{named or type(function).__qualname__}"
     _remembered[name] = function
     return name
+
+
+@contextmanager
+def remembered(target: Any) -> Iterator[str]:
+    """`remember`, until the block ends: `find` then goes by what the name says again."""
+    name = remember(target)
+    try:
+        yield name
+    finally:
+        _remembered.pop(name, None)
 
 
 def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

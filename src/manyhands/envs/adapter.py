@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -54,6 +54,7 @@ class Episode(NamedTuple):
     total_return: float  # of the environment's own rewards, whatever the learner is given
     length: int
     seed: int | None  # None: the library went on with its own generator; see `VectorAdapter`
+    info: tuple[float, ...] = ()  # what its last `info` had of `log_info`, NaN for what it had not
 
 
 class Restored(NamedTuple):
@@ -102,6 +103,8 @@ class VecAdapter(ABC):
         box_actions: how a Box action is brought within bounds, see `ActionMap`.
         check_finite: look for NaN and infinity in every observation and reward.
     """
+
+    log_info: tuple[str, ...] = ()  # keys of `info` whose last values episodes are filed with
 
     def __init__(
         self,
@@ -159,6 +162,12 @@ class VecAdapter(ABC):
             valid=np.ones(n, dtype=np.bool_),
         )
 
+    def set_attribute(self, name: str, value: Any) -> None:
+        """Set an attribute of every sub-environment, at once; ConfigError where there is none."""
+        raise ConfigError(
+            f"environments of this kind ({type(self).__name__}) have no attribute that can be set"
+        )
+
     @property
     def episodes_begun(self) -> list[int]:
         """Per sub-environment; save it with a checkpoint so that no seed is used twice."""
@@ -210,11 +219,28 @@ class VecAdapter(ABC):
     def _length(self, env: int) -> int:
         return self._clock - self._starts[env]
 
-    def _end(self, env: int) -> Episode:
-        """The record of the episode that has just ended in `env`."""
+    def _end(self, env: int, info: Mapping[str, Any]) -> Episode:
+        """The record of the episode that has just ended in `env`, with its last `info`."""
         return Episode(
-            env, self._begun[env] - 1, self._returns[env], self._length(env), self._seeds[env]
+            env,
+            self._begun[env] - 1,
+            self._returns[env],
+            self._length(env),
+            self._seeds[env],
+            tuple(self._logged(env, key, info.get(key)) for key in self.log_info),
         )
+
+    def _logged(self, env: int, key: str, value: Any) -> float:
+        if value is None:
+            return float("nan")
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise WorkerError(
+                f"info[{key!r}] of {self._where(env)} is {value!r}; --log-info takes keys whose "
+                "values are numbers, or true and false",
+                rank=self.worker,
+            ) from None
 
     def _sent(self, actions: Array) -> Array:
         """What goes to the environments, once it is certain that there is one for each."""

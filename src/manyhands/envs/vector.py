@@ -157,6 +157,22 @@ class VectorAdapter(VecAdapter):
             self.env = self._remake(state["begun"])
         return super().load_state(state)
 
+    def set_attribute(self, name: str, value: Any) -> None:
+        inner = self.env.unwrapped
+        if hasattr(inner, "get_attr") and hasattr(inner, "set_attr"):
+            try:
+                inner.get_attr(name)  # a name that is not there would become a new attribute
+            except AttributeError as error:
+                raise ConfigError(f"the environments have no attribute {name!r}: {error}") from None
+            inner.set_attr(name, [value] * self.num_envs)
+        elif hasattr(inner, name):
+            setattr(inner, name, value)
+        else:
+            raise ConfigError(
+                f"{type(inner).__name__} has no attribute {name!r} to be set, nor get_attr and "
+                "set_attr to reach its environments"
+            )
+
     def close(self) -> None:
         self.env.close()
         self._running = False
@@ -176,7 +192,7 @@ class VectorAdapter(VecAdapter):
         for i in map(int, ended):
             self._returns[i] = float(self._totals[i])
             row.finals.append(Final(i, self._final_obs(i, info, row)))
-            row.episodes.append(self._end(i))
+            row.episodes.append(self._end(i, self._last_info(i, info)))
         if self.mode == "Disabled":
             self._reset_ended(ended, row)
         elif self.mode == "SameStep":
@@ -184,6 +200,20 @@ class VectorAdapter(VecAdapter):
                 self._begin(i, None)
         if self.mode != "NextStep":
             self._totals[ended] = 0.0
+
+    def _last_info(self, i: int, info: dict[str, Any]) -> dict[str, Any]:
+        """What is logged of the `info` with which the episode of sub-env i has ended."""
+        if not self.log_info:
+            return {}
+        last = info.get("final_info", info) if self.mode == "SameStep" else info
+        if not isinstance(last, dict):  # an array of dicts, one for each sub-env that has ended
+            return dict(last[i] or {})
+        # Gymnasium's own say in "_key" which sub-envs have it; others have values for all.
+        return {
+            key: last[key][i]
+            for key in self.log_info
+            if key in last and (f"_{key}" not in last or last[f"_{key}"][i])
+        }
 
     def _final_obs(self, i: int, info: dict[str, Any], row: Step) -> Obs:
         if self.mode != "SameStep":

@@ -174,10 +174,12 @@ class RunFolder:
         total_return: float,
         length: int,
         wall_seconds: float,
+        info: Mapping[str, float] | None = None,
     ) -> None:
-        """A finished episode: a row of episodes.csv."""
+        """A finished episode: a row of episodes.csv; with --log-info its values come last."""
         values = (global_step, worker, env, total_return, length, round(wall_seconds, 3))
-        self._put("episodes", dict(zip(EPISODE_COLUMNS, values, strict=True)))
+        row = dict(zip(EPISODE_COLUMNS, values, strict=True))
+        self._put("episodes", row | {f"info/{key}": value for key, value in (info or {}).items()})
 
     def event(self, kind: str, **facts: Any) -> None:
         """Something happened: a line of events.jsonl with the time of day and of the run."""
