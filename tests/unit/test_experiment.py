@@ -88,6 +88,8 @@ def test_summary_has_every_key(folder: RunFolder) -> None:
     read = json.loads((folder.path / "summary.json").read_text())
     assert set(read) == {*SUMMARY, "not_finite"}
     assert set(written) == set(SUMMARY)
+    assert {"manyhands", "python", "torch", "numpy", "gymnasium"} <= set(read["versions"])
+    assert "cores" in read["cpu"]
     facts = {k: read[k] for k in ("algorithm", "strategy", "engine", "workers", "seed", "exit")}
     assert facts == {
         "algorithm": "ppo", "strategy": "allreduce", "engine": "local", "workers": 4, "seed": 3,

@@ -180,9 +180,10 @@ def _check_video(options: argparse.Namespace) -> None:
 
 _PLOT = """Draw learning curves: against environment steps, and against time.
 
-Runs that differ in nothing but their seed become one curve: the mean over seeds, a band of one
-standard deviation over them, and a thin line for each. Runs that differ in anything else are curves
-of their own, and the legend says in what. A single run's band is the deviation of its episodes.
+Runs that differ in nothing but their seed become one curve: the mean over seeds, a band from the
+lowest to the highest, and a thin line for each. A seed that was solved early goes on with its last
+value. Runs that differ in anything else are curves of their own, and the legend says in what. A
+single run's band holds its episodes from the 10th to the 90th percentile.
 """
 
 _PLOT_EXAMPLES = """examples:

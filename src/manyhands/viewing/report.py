@@ -67,6 +67,7 @@ def make_page(runs: Sequence[Run], *, video: bool = True) -> str:
         workers(run),
         events(run),
         repeat(run),
+        machine(run),
     ]
     made = time.strftime("%Y-%m-%d %H:%M")
     footer = (
@@ -82,7 +83,7 @@ def headline(run: Run) -> str:
     s = run.summary
     words = str(s["exit"])
     failed = words.startswith("failed")
-    state = "Failed" if failed else words.capitalize()
+    state = "Failed" if failed else words[:1].upper() + words[1:]
     kind = "good" if s["solved"] else "bad" if failed else ""
     target = run.experiment.run.target_return
     goal = "no target was set" if target is None else f"target {target:,g}"
@@ -121,18 +122,18 @@ def learning(runs: Sequence[Run]) -> str:
 
         def draw(figure: Any, theme: curves.Theme, x: Any = x) -> None:
             curves.draw(figure.subplots(), groups, x, theme=theme)
-            if several:
-                curves.legend(figure, figure.axes, 1)
+            curves.legend(figure, figure.axes, 1 if several else 2)
 
         what = "environment steps" if x == "steps" else "time"
-        size = (_CURVE[0], _CURVE[1] + (0.22 * len(groups) if several else 0))
+        size = (_CURVE[0], _CURVE[1] + 0.22 * (len(groups) + 2 if several else 1))
         made.append(picture(draw, size, f"Learning curve against {what}"))
     band = (
-        "Lines are means over seeds, bands one standard deviation over seeds; thin lines are "
-        "seeds. A curve of one run has no band."
+        "Lines are means over seeds, bands go from the lowest to the highest seed; thin lines are "
+        "seeds. A seed that was solved goes on with its last value in the mean. A curve of one run "
+        "has no band."
         if several or len(groups[0].runs) > 1
-        else "The line is the mean return of the last 100 finished episodes, the band one standard "
-        "deviation of those episodes."
+        else "The line is the mean return of the last 100 finished episodes; the band goes from "
+        "the 10th to the 90th percentile of those episodes."
     )
     left = len(runs) - sum(len(g.runs) for g in groups)
     other = f" {_many(left, 'run')} on other environments are not drawn." if left else ""
@@ -155,9 +156,10 @@ def measures(run: Run) -> str:
             curve = curves.curve_of(run, "steps", name)
             if curve is not None:
                 axes.plot(curve.x, curve.mean, color=theme.colours[0], linewidth=1.4)
-                if curve.mean.min() > 0 and curve.mean.max() > 30 * np.median(curve.mean):
-                    axes.set_yscale("log")  # else one early peak is all there is to see
-            axes.set_title(curves.words_of(name), loc="left")
+                if curves.spans_decades(curve.mean):
+                    axes.set_yscale("log")
+            axes.set_ylabel(curves.words_of(name))
+            axes.set_xlabel("environment steps")
             axes.set_xlim(left=0)
             curves.short_numbers(axes, y=axes.get_yscale() == "linear")
 
@@ -167,7 +169,7 @@ def measures(run: Run) -> str:
     same = f"Constant throughout: {', '.join(constant)}." if constant else ""
     return html.section(
         "Measures",
-        html.paragraph("Against environment steps; one point for each update.", soft=True),
+        html.paragraph("One point for each record of an update.", soft=True),
         html.gallery(made, small=True),
         html.paragraph(same, soft=True),
     )
@@ -280,6 +282,16 @@ def repeat(run: Run) -> str:
         html.code(command_of(run.experiment)),
         html.details("The whole configuration", html.code(config.read_text(encoding="utf-8"))),
     )
+
+
+def machine(run: Run) -> str:
+    """Versions, machine and commit; runs of earlier versions of manyhands did not write them."""
+    s = run.summary
+    if not s["versions"]:
+        return ""
+    rows = [[name, str(version)] for name, version in s["versions"].items()]
+    rows += [[name, str(s[name])] for name in ("cpu", "gpu", "commit") if s[name]]
+    return html.section("What it ran on", html.table(["", ""], rows, "text"))
 
 
 # -- small things ----------------------------------------------------------------------------------
