@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from manyhands.replay.buffer import PrioritizedReplay, Replay
     from manyhands.replay.sharded import ShardedReplay
     from manyhands.run import resume, train
+    from manyhands.viewing.curves import plot
+    from manyhands.viewing.evaluation import evaluate
+    from manyhands.viewing.report import report
 
 __version__ = "0.1.0"
 
@@ -49,6 +52,9 @@ _WHERE = {
     "train": "manyhands.run",
     "resume": "manyhands.run",
     "load": "manyhands.policy",
+    "evaluate": "manyhands.viewing.evaluation",
+    "plot": "manyhands.viewing.curves",
+    "report": "manyhands.viewing.report",
     "ManyhandsError": "manyhands.errors",
     "ConfigError": "manyhands.errors",
     "SupportError": "manyhands.errors",
@@ -72,8 +78,11 @@ __all__ = [
     "WorkerError",
     "__version__",
     "check_actor",
+    "evaluate",
     "launch",
     "load",
+    "plot",
+    "report",
     "resume",
     "train",
 ]

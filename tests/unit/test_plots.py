@@ -189,7 +189,7 @@ def test_text_of_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert main(["plot", *folders, "--x", "steps", "--out", str(out)]) == 0
     seeds = out.read_text()
     assert "lowest to highest seed" in seeds
-    assert "solved; its last value goes on" in seeds
+    assert "solved: keeps its last value" in seeds
     assert main(["plot", folders[0], "--x", "steps", "--out", str(out)]) == 0
     assert "10th to 90th percentile of them" in out.read_text()
     assert "time (s)" not in text

@@ -67,7 +67,10 @@ _ENV_PACKAGES = {"ale_py": "ale-py", "mujoco": "mujoco", "envpool": "envpool", "
 def default_run_dir(experiment: Experiment) -> Path:
     """runs/ENV/ALGORITHM-STRATEGY/SEED-TIME, a name that is not taken yet."""
     run = experiment.run
-    env = "".join(c if c.isalnum() or c in "-_." else "-" for c in run.env).strip(".") or "env"
+    name = (
+        run.env.rpartition("/")[2] if ".py:" in run.env else run.env
+    )  # a script's: its file alone
+    env = "".join(c if c.isalnum() or c in "-_." else "-" for c in name).strip(".") or "env"
     parent = Path("runs", env, f"{experiment.spec.name}-{experiment.strategy}")
     name = f"{run.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = [parent / name, *(parent / f"{name}-{i}" for i in range(2, 1000))]

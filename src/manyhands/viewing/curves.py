@@ -12,11 +12,13 @@ Beside other curves a single run is a line alone: its band would not mean what t
 
 from __future__ import annotations
 
+import base64
 import math
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +26,11 @@ import numpy as np
 
 from manyhands.config import nearest
 from manyhands.errors import ConfigError, SupportError
-from manyhands.viewing.runs import Group, Run, group_runs
+from manyhands.viewing.runs import Group, Run, group_runs, read_run, short_env
 
 Array = np.ndarray[Any, np.dtype[Any]]
 X = Literal["steps", "time"]
+StrPath = str | os.PathLike[str]
 
 RETURN = "return"  # the metric that is no column of metrics.jsonl
 WINDOW = 100  # episodes in a rolling mean, as for --target-return
@@ -140,16 +143,49 @@ def over_seeds(curves: Sequence[Curve]) -> Curve:
 # -- from lines to pictures ------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Plot:
+    """A picture of learning curves, and the numbers in it."""
+
+    path: Path
+    curves: dict[str, Curve]  # by label; against steps, unless only time was asked for
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        kinds = {".png": "png", ".svg": "svg+xml"}
+        if self.path.suffix not in kinds:
+            return f"<code>{escape(str(self.path))}</code>"
+        data = base64.b64encode(self.path.read_bytes()).decode()
+        style = "max-width:48rem;width:100%;background:white"
+        uri = f"data:image/{kinds[self.path.suffix]};base64,{data}"
+        return f'<img style="{style}" alt="Learning curves" src="{uri}">'
+
+
 def plot(
-    runs: Sequence[Run],
-    path: str | os.PathLike[str],
+    dirs: StrPath | Sequence[StrPath],
+    out: StrPath | None = None,
     *,
     x: Literal["steps", "time", "both"] = "both",
     metric: str = RETURN,
     window: int = WINDOW,
-) -> Path:
-    """Draw the runs into a file: a row of panels for each environment."""
-    path = Path(path)
+) -> Plot:
+    """Draw learning curves of one or many runs, as `manyhands plot` does.
+
+        plot(["runs/a", "runs/b"], "curves.pdf").curves["PPO single"].mean
+
+    Args:
+        dirs: folders of runs, or what `train` gave back.
+        out: a name that ends in .png, .svg or .pdf; by default curves.png, in the folder of the
+            run if there is one run.
+        x: against environment steps, time, or both side by side.
+        metric: the return, or a name of metrics.jsonl.
+        window: episodes in the rolling mean of returns.
+    """
+    runs = [read_run(path) for path in ([dirs] if isinstance(dirs, (str, os.PathLike)) else dirs)]
+    if not runs:
+        raise ConfigError("no folder of a run was given: there is nothing to draw")
+    name = "curves.png" if metric == RETURN else f"{metric.replace('/', '-')}.png"
+    path = Path(out or (runs[0].path / name if len(runs) == 1 else name))
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"{path}: give a name that ends in {', '.join(_SUFFIXES)}")
     if not path.absolute().parent.is_dir():
@@ -174,15 +210,28 @@ def plot(
             for panels, (env, groups) in zip(grid, rows.items(), strict=True):
                 for axes, kind in zip(panels, axes_of, strict=True):
                     draw(axes, groups, kind, metric=metric, window=window)
-                one = f"{groups[0].label} on {env}{_seeds(groups[0])}"
-                panels[0].set_title(one if len(groups) == 1 else env, loc="left")
+                one = f"{groups[0].label} on {short_env(env)}{_seeds(groups[0])}"
+                panels[0].set_title(one if len(groups) == 1 else short_env(env), loc="left")
                 for axes in panels[1:]:
                     axes.set_ylabel("")
             legend(figure, [panels[0] for panels in grid], columns=len(axes_of))
             figure.savefig(path, dpi=220)
         finally:
             plt.close(figure)
-    return path
+    return Plot(path, _numbers(rows, axes_of[0], metric, window))
+
+
+def _numbers(rows: dict[str, list[Group]], x: X, metric: str, window: int) -> dict[str, Curve]:
+    """The lines and bands that were drawn."""
+    found = {}
+    for env, groups in rows.items():
+        for group in groups:
+            curves = [curve_of(run, x, metric, window) for run in group.runs]
+            there = [curve for curve in curves if curve is not None]
+            if there:
+                label = group.label if len(rows) == 1 else f"{group.label} on {short_env(env)}"
+                found[label] = over_seeds(there)
+    return found
 
 
 def legend(figure: Any, panels: list[Any], columns: int) -> None:
@@ -272,7 +321,7 @@ def _explain(axes: Any, bands: bool, ends: bool, seeds: bool, colour: str) -> No
         axes.fill_between([], [], [], color=colour, alpha=0.2, linewidth=0, label=what)
     if ends:
         axes.plot([], [], ".", color=colour, markersize=5,
-                  label="solved; its last value goes on")  # fmt: skip
+                  label="solved: keeps its last value")  # fmt: skip
 
 
 def spans_decades(values: Array) -> bool:
