@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from manyhands.replay.buffer import PrioritizedReplay, Replay
     from manyhands.replay.sharded import ShardedReplay
     from manyhands.run import resume, train
+    from manyhands.viewing.curves import plot
+    from manyhands.viewing.evaluation import evaluate
+    from manyhands.viewing.report import report
 
 __version__ = "0.1.0"
 
@@ -51,6 +54,9 @@ _WHERE = {
     "train": "manyhands.run",
     "resume": "manyhands.run",
     "load": "manyhands.policy",
+    "evaluate": "manyhands.viewing.evaluation",
+    "plot": "manyhands.viewing.curves",
+    "report": "manyhands.viewing.report",
     "ManyhandsError": "manyhands.errors",
     "ConfigError": "manyhands.errors",
     "SupportError": "manyhands.errors",
@@ -75,8 +81,11 @@ __all__ = [
     "WorkerError",
     "__version__",
     "check_actor",
+    "evaluate",
     "launch",
     "load",
+    "plot",
+    "report",
     "resume",
     "train",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -46,13 +47,27 @@ Plan = dict[str, Any]
 Start = Callable[[dict[str, Any], dict[str, Any] | None], dict[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
-    """How a run ended."""
+    """How a run ended. It can stand for its folder: `evaluate(result)`, `plot([one, two])`."""
 
     run_dir: Path
     summary: dict[str, Any]
     worked: bool = True  # False: the run had ended before, and there was nothing left to do
+
+    def __fspath__(self) -> str:
+        return str(self.run_dir)
+
+    def __repr__(self) -> str:
+        shown = ("exit", "mean_return", "env_steps", "episodes", "wall_seconds")
+        facts = [f"{name}={self.summary[name]!r}" for name in shown]
+        return f"Result({str(self.run_dir)!r}, {', '.join(facts)})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from manyhands.viewing.report import card
+
+        return card(self.run_dir)
 
     @property
     def solved(self) -> bool:
@@ -79,11 +94,13 @@ def train(algorithm: str = "", *, recipe: str = "", **options: Any) -> Result:
         result = train("ppo", env="CartPole-v1", workers=2, steps=100_000)
         result = train(recipe="ppo-cartpole", seed=2)     # one of `manyhands recipes`
 
+    `env` and `network` may be a class or function of yours: with engine="inline" any, on other
+    engines one that a worker process can find by its name.
+
     Raises ConfigError with all faults of the configuration at once, before anything starts.
     """
     _not_in_a_worker("train")
-    if callable(network := options.get("network")):
-        options = options | {"network": calls.name_of(network)}
+    options = _with_names(options)
     options = joined.defaults(options.get("engine")) | options
     if bool(algorithm) == bool(recipe):
         raise ConfigError('give an algorithm, train("ppo", ...), or a recipe, train(recipe=NAME)')
@@ -117,6 +134,26 @@ def _named_hooks(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
         return
     with calls.remembered(hooks) as name:
         yield options | {"hooks": name}
+
+
+def _with_names(options: dict[str, Any]) -> dict[str, Any]:
+    """Classes and functions as their names: that is how they travel, and stand in config.toml.
+
+    Where the workers are this process, whatever has no name elsewhere is found here by one.
+    """
+    env = options.get("env")
+    if isinstance(env, functools.partial):
+        if env.args:
+            raise ConfigError("env=partial(...): give its arguments by name, partial(Env, size=3)")
+        options = options | {"env": env.func}
+        options["env_kwargs"] = env.keywords | options.get("env_kwargs", {})
+    engine = (joined.defaults(options.get("engine")) | options).get("engine", "local")
+    here = engine == "inline" or joined.place_in(engine) is not None
+    named = calls.remember if here else calls.name_of
+    return {
+        option: named(value) if option in ("env", "network") and callable(value) else value
+        for option, value in options.items()
+    }
 
 
 def resume(run_dir: str | os.PathLike[str], **options: Any) -> Result:

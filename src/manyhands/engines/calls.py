@@ -122,6 +122,12 @@ def find(name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def knows(name: str) -> bool:
+    """Whether `find` has something for a name that is no import path: it was remembered, or is in
+    a script."""
+    return name in _remembered or name.rpartition(":")[0].endswith(".py")
+
+
 def invoke(target: object, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Call a public method by name; anything else is refused."""
     function = None if method.startswith("_") else getattr(target, method, None)

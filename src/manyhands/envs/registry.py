@@ -1,7 +1,8 @@
 """From what the user wrote to something that makes environments, or to words that help.
 
 An environment may be named by a Gymnasium id ("CartPole-v1", "package:Id-v0"), by an import path
-to a factory ("package.module:function"), or given as a callable that returns a `gymnasium.Env`.
+to a factory ("package.module:function", "script.py:function"), or given as a callable that returns
+a `gymnasium.Env`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import gymnasium
 
 from manyhands import streams
+from manyhands.engines import calls
 from manyhands.envs.spaces import MaskedObservation, has_mask
 from manyhands.errors import ConfigError, ManyhandsError, SupportError, needs
 from manyhands.types import MASK
@@ -45,6 +47,8 @@ def resolve(env: EnvSource) -> EnvSource:
             "Agent in an environment that is not registered. Give the Agent a name for it, such as "
             "env='package.module:function'"
         )
+    if calls.knows(env):
+        return calls.find(env)
     if ":" in env:
         return _from_import_path(env)
     known_id(env)
@@ -215,6 +219,11 @@ def _from_import_path(path: str) -> EnvSource:
         return found  # type: ignore[no-any-return]
     if attribute in gymnasium.registry:  # Gymnasium's own form: "module that registers:id"
         return attribute
+    if module_name == "__main__":
+        raise ConfigError(
+            f"the environment {attribute} was defined in a notebook or at a prompt, and is not in "
+            "this process: run the cell that defines it first, or put it into a file and import it"
+        )
     names = [n for n in dir(module) if callable(getattr(module, n)) and not n.startswith("_")]
     near = difflib.get_close_matches(attribute, names + list(gymnasium.registry), n=4, cutoff=0.6)
     hint = f"; did you mean {', '.join(near)}?" if near else ""
