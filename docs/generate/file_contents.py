@@ -37,8 +37,18 @@ SUMMARY: dict[str, tuple[str, str]] = {
     ),
     "exit": (
         "–",
-        "`solved`, `finished` (all steps done), `stopped:` and the signal, or `failed:` and the "
-        "error",
+        "`solved`, `finished` (all steps done), `stopped:` and the signal, `stopped by hooks:` "
+        "and their reason, or `failed:` and the error",
+    ),
+    "versions": (
+        "–",
+        "package: version, of manyhands, python, torch, numpy, gymnasium, the environment's own",
+    ),
+    "cpu": ("–", "of the main worker's machine, and how many cores it has"),
+    "gpu": ("–", "the GPUs of that machine; empty where there is none"),
+    "commit": (
+        "–",
+        "the git commit that is checked out in the working directory; empty outside a repository",
     ),
 }
 

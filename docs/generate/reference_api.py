@@ -56,6 +56,7 @@ def api_page() -> str:
         parts.append(f"### {title}\n")
         parts += [_member(Parallel, name, "par") for name in names]
     parts += _class(manyhands.Agent, "agent", _call("manyhands.Agent", manyhands.Agent.__init__))
+    parts += _class(manyhands.Run, "run", "")
     parts.append(f"## launch\n\n{_entry(manyhands.launch)}")
     for kind, handle in _GIVEN.items():
         parts += _class(kind, handle, "")
@@ -90,7 +91,14 @@ def _training() -> list[str]:
         _entry(manyhands.resume),
         _entry(manyhands.load),
         f"`Result`: {doc(Result)} It has `run_dir`, `summary` (all of summary.json), `solved` and "
-        "`mean_return`.\n",
+        "`mean_return`; a notebook shows it with its learning curve.\n",
+        _entry(manyhands.evaluate),
+        "`Evaluation` has `returns`, `lengths`, `mean_return`, `std_return`, `success_rate`, and "
+        "`record()` for JSON.\n",
+        _entry(manyhands.plot),
+        "`Plot` has `path` and `curves`: by label, a `Curve` with `x`, `mean`, `low` and `high`.\n",
+        _entry(manyhands.report),
+        "`Report` has `path` and `summary`.\n",
         f"`Policy`: {doc(Policy)}\n",
         *(_member(Policy, name, "policy") for name in _public(Policy)),
         "## Environments\n",

@@ -24,11 +24,15 @@ if TYPE_CHECKING:
         SupportError,
         WorkerError,
     )
+    from manyhands.experiment.hooks import Run
     from manyhands.parallel import Parallel
     from manyhands.policy import load
     from manyhands.replay.buffer import PrioritizedReplay, Replay
     from manyhands.replay.sharded import ShardedReplay
     from manyhands.run import resume, train
+    from manyhands.viewing.curves import plot
+    from manyhands.viewing.evaluation import evaluate
+    from manyhands.viewing.report import report
 
 __version__ = "0.1.0"
 
@@ -45,10 +49,14 @@ _WHERE = {
     "Replay": "manyhands.replay.buffer",
     "PrioritizedReplay": "manyhands.replay.buffer",
     "ShardedReplay": "manyhands.replay.sharded",
+    "Run": "manyhands.experiment.hooks",
     "launch": "manyhands.engines.launch",
     "train": "manyhands.run",
     "resume": "manyhands.run",
     "load": "manyhands.policy",
+    "evaluate": "manyhands.viewing.evaluation",
+    "plot": "manyhands.viewing.curves",
+    "report": "manyhands.viewing.report",
     "ManyhandsError": "manyhands.errors",
     "ConfigError": "manyhands.errors",
     "SupportError": "manyhands.errors",
@@ -65,6 +73,7 @@ __all__ = [
     "Parallel",
     "PrioritizedReplay",
     "Replay",
+    "Run",
     "ShardedReplay",
     "SharedValues",
     "SupportError",
@@ -72,8 +81,11 @@ __all__ = [
     "WorkerError",
     "__version__",
     "check_actor",
+    "evaluate",
     "launch",
     "load",
+    "plot",
+    "report",
     "resume",
     "train",
 ]

@@ -75,6 +75,8 @@ _NOT_HERE = {
     "run_dir": "agent.save(DIR) writes the policy",
     "checkpoint_seconds": "agent.save(DIR) writes the policy",
     "timeout": "it is an argument of mh.Parallel(timeout=...)",
+    "hooks": "the loop is yours: call what you like in it",
+    "log_info": "envs.step gives you every info",
     "log_every": "agent.update() gives every report to you",
     "tensorboard": "agent.update() gives every report to you",
     "wandb": "agent.update() gives every report to you",

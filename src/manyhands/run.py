@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -37,7 +38,7 @@ from manyhands.experiment.lock import RunLock
 # What may be another in a resumed run: nothing here changes what a stored state means.
 RESUME_OPTIONS = (
     "steps", "target_return", "engine", "timeout", "address", "log_every", "checkpoint_seconds",
-    "tensorboard", "wandb", "quiet",
+    "tensorboard", "wandb", "quiet", "hooks",
 )  # fmt: skip
 
 # What only one process may decide: the folder, and the configuration with the checkpoint to resume
@@ -46,13 +47,27 @@ Plan = dict[str, Any]
 Start = Callable[[dict[str, Any], dict[str, Any] | None], dict[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
-    """How a run ended."""
+    """How a run ended. It can stand for its folder: `evaluate(result)`, `plot([one, two])`."""
 
     run_dir: Path
     summary: dict[str, Any]
     worked: bool = True  # False: the run had ended before, and there was nothing left to do
+
+    def __fspath__(self) -> str:
+        return str(self.run_dir)
+
+    def __repr__(self) -> str:
+        shown = ("exit", "mean_return", "env_steps", "episodes", "wall_seconds")
+        facts = [f"{name}={self.summary[name]!r}" for name in shown]
+        return f"Result({str(self.run_dir)!r}, {', '.join(facts)})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from manyhands.viewing.report import card
+
+        return card(self.run_dir)
 
     @property
     def solved(self) -> bool:
@@ -79,11 +94,13 @@ def train(algorithm: str = "", *, recipe: str = "", **options: Any) -> Result:
         result = train("ppo", env="CartPole-v1", workers=2, steps=100_000)
         result = train(recipe="ppo-cartpole", seed=2)     # one of `manyhands recipes`
 
+    `env` and `network` may be a class or function of yours: with engine="inline" any, on other
+    engines one that a worker process can find by its name.
+
     Raises ConfigError with all faults of the configuration at once, before anything starts.
     """
     _not_in_a_worker("train")
-    if callable(network := options.get("network")):
-        options = options | {"network": calls.name_of(network)}
+    options = _with_names(options)
     options = joined.defaults(options.get("engine")) | options
     if bool(algorithm) == bool(recipe):
         raise ConfigError('give an algorithm, train("ppo", ...), or a recipe, train(recipe=NAME)')
@@ -91,10 +108,52 @@ def train(algorithm: str = "", *, recipe: str = "", **options: Any) -> Result:
         base = load_recipe(recipe)
         plain = to_plain(base)
         algorithm, options = base.algorithm, plain["run"] | plain[base.spec.name] | options
-    experiment = build(algorithm, **options)
-    with streams.given_back():  # environments are made, and may draw, when they are looked at
-        check(experiment)
-    return train_experiment(experiment)
+    with _named_hooks(options) as options:
+        experiment = build(algorithm, **options)
+        with streams.given_back():  # environments are made, and may draw, when they are looked at
+            check(experiment)
+        return train_experiment(experiment)
+
+
+@contextmanager
+def _named_hooks(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Hooks travel by name: a class by its own. Where the workers are this process, any object
+    will do, and is found by a name for as long as the run goes on."""
+    hooks, engine = options.get("hooks", ""), options.get("engine", "local")
+    if isinstance(hooks, str):
+        yield options
+        return
+    if engine != "inline" and joined.place_in(engine) is None:
+        if not isinstance(hooks, type):
+            kind = type(hooks).__name__
+            raise ConfigError(
+                f"hooks={hooks!r} is an object of this process, and with engine={engine!r} the "
+                f"main worker is another; give the class, hooks={kind}, or engine='inline'"
+            )
+        yield options | {"hooks": calls.name_of(hooks)}
+        return
+    with calls.remembered(hooks) as name:
+        yield options | {"hooks": name}
+
+
+def _with_names(options: dict[str, Any]) -> dict[str, Any]:
+    """Classes and functions as their names: that is how they travel, and stand in config.toml.
+
+    Where the workers are this process, whatever has no name elsewhere is found here by one.
+    """
+    env = options.get("env")
+    if isinstance(env, functools.partial):
+        if env.args:
+            raise ConfigError("env=partial(...): give its arguments by name, partial(Env, size=3)")
+        options = options | {"env": env.func}
+        options["env_kwargs"] = env.keywords | options.get("env_kwargs", {})
+    engine = (joined.defaults(options.get("engine")) | options).get("engine", "local")
+    here = engine == "inline" or joined.place_in(engine) is not None
+    named = calls.remember if here else calls.name_of
+    return {
+        option: named(value) if option in ("env", "network") and callable(value) else value
+        for option, value in options.items()
+    }
 
 
 def resume(run_dir: str | os.PathLike[str], **options: Any) -> Result:
@@ -110,7 +169,12 @@ def resume(run_dir: str | os.PathLike[str], **options: Any) -> Result:
     if not os.path.isfile(os.path.join(folder, "config.toml")):
         raise ConfigError(f"{folder} holds no config.toml: it is not the folder of a run")
     launched = {k: v for k, v in joined.defaults(options.get("engine")).items() if k == "engine"}
-    experiment = _changed(load_toml(os.path.join(folder, "config.toml")), launched | options)
+    before = load_toml(os.path.join(folder, "config.toml"))
+    with _named_hooks({"engine": before.run.engine} | launched | options) as options:
+        return _resume(folder, _changed(before, options))
+
+
+def _resume(folder: str, experiment: Experiment) -> Result:
     with streams.given_back():
         check(experiment)
 
@@ -183,6 +247,7 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
     with _no_garbage_collection():
         import torch
 
+        from manyhands.experiment.hooks import Hooks
         from manyhands.experiment.records import Records
         from manyhands.policy import spaces_of
         from manyhands.strategies.context import Context
@@ -210,6 +275,8 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
     )
     progress = RunProgress(context, records, state)
     try:
+        if experiment.run.hooks and context.is_main:
+            progress.hooks = Hooks(experiment.run.hooks, progress)
         context.phases.add("starting", time.perf_counter() - began)
         experiment.strategy_spec.load()(context, progress)
         return progress.finish()

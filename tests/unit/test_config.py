@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -301,18 +300,14 @@ def test_help_of_an_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_teaches_fast_and_without_torch() -> None:
     code = (
-        "import sys, time; t = time.perf_counter()\n"
+        "import sys, time\n"
         "from manyhands.cli.main import main\n"
         "try: main(['train', '--help'])\n"
         "except SystemExit: pass\n"
-        "assert not {'torch', 'gymnasium'} & set(sys.modules)"
+        "assert not {'torch', 'gymnasium'} & set(sys.modules)\n"
+        "assert time.process_time() < 1.5, time.process_time()"
     )
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        seconds.append(time.perf_counter() - start)
-        assert done.returncode == 0, done.stderr
-    assert min(seconds) < 1.5
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     for word in (*support.built(), "--config FILE.toml", "examples:", "--strategy gather"):
         assert word in done.stdout

@@ -88,6 +88,8 @@ def test_summary_has_every_key(folder: RunFolder) -> None:
     read = json.loads((folder.path / "summary.json").read_text())
     assert set(read) == {*SUMMARY, "not_finite"}
     assert set(written) == set(SUMMARY)
+    assert {"manyhands", "python", "torch", "numpy", "gymnasium"} <= set(read["versions"])
+    assert "cores" in read["cpu"]
     facts = {k: read[k] for k in ("algorithm", "strategy", "engine", "workers", "seed", "exit")}
     assert facts == {
         "algorithm": "ppo", "strategy": "allreduce", "engine": "local", "workers": 4, "seed": 3,
@@ -296,9 +298,6 @@ def test_end_table(experiment: Experiment) -> None:
 @pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
 def test_every_file_of_a_run_follows_the_umask(umask: int, tmp_path: Path) -> None:
     import manyhands as mh
-    from manyhands.viewing.curves import plot
-    from manyhands.viewing.report import write_report
-    from manyhands.viewing.runs import read_run
     from manyhands.viewing.video import film, go_headless
 
     go_headless()
@@ -313,8 +312,8 @@ def test_every_file_of_a_run_follows_the_umask(umask: int, tmp_path: Path) -> No
             policy.export(run / "policy.pt")
             policy.export(run / "policy.onnx")
             film(policy, run / "film.gif", max_length=3)
-            plot([read_run(run)], run / "curves.png")
-            write_report([run], None, video=False)
+            mh.plot(run)
+            mh.report(run, video=False)
     finally:
         os.umask(before)
     found = {path: path.stat().st_mode & 0o777 for path in run.rglob("*")}

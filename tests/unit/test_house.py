@@ -36,6 +36,7 @@ BY_NAME = {
     "manyhands.bench.*.table": "cli/bench.py",
     "manyhands.engines.*.attach": "engines/attach.py",
     "manyhands.terminal.Relay.writelines": "whatever the user's program does with sys.stdout",
+    "*._repr_html_": "notebooks",
 }
 
 

@@ -16,7 +16,7 @@ from manyhands.cli.train import parse
 from manyhands.config import build, to_plain
 from manyhands.errors import ConfigError
 from manyhands.experiment.folder import RunFolder
-from manyhands.viewing.curves import Curve, curve_of, over_seeds, rolling, short
+from manyhands.viewing.curves import Curve, curve_of, over_seeds, rolling, short, spans_decades
 from manyhands.viewing.runs import command_of, group_runs, read_run
 
 TINY = {"steps": 512, "num_envs": 4, "rollout_length": 32, "engine": "inline", "quiet": True}
@@ -44,11 +44,10 @@ def made(path: Path, returns: list[float], **options: Any) -> Path:
 
 def test_rolling_is_what_it_says() -> None:
     values = np.random.default_rng(0).normal(1e6, 1.0, 250)  # large: squares would eat the digits
-    mean, spread = rolling(values, 100)
+    mean = rolling(values, 100)
     for i in (0, 1, 50, 99, 100, 249):
         last = values[max(0, i - 99) : i + 1]
         assert mean[i] == pytest.approx(last.mean(), rel=1e-12)
-        assert spread[i] == pytest.approx(last.std(), abs=1e-6)
 
 
 def test_curve_of_one_run(tmp_path: Path) -> None:
@@ -57,7 +56,8 @@ def test_curve_of_one_run(tmp_path: Path) -> None:
     assert curve is not None
     assert curve.x.tolist() == [10, 20, 30]
     assert curve.mean.tolist() == [1.0, 1.5, 4.0]
-    assert curve.spread.tolist() == [0.0, 0.5, 2.0]
+    assert curve.low.tolist() == pytest.approx([1.0, 1.1, 2.4])  # 10th percentiles
+    assert curve.high.tolist() == pytest.approx([1.0, 1.9, 5.6])  # 90th
     in_time = curve_of(run, "time", "entropy")
     assert in_time is not None
     assert in_time.x.tolist() == [2, 4, 6]
@@ -76,12 +76,42 @@ def test_episodes_of_one_update_are_one_point(tmp_path: Path) -> None:
 
 def test_mean_over_seeds_is_on_a_common_grid() -> None:
     """Two straight lines, recorded at other steps and to other ends."""
-    one = Curve(np.array([0.0, 10.0, 100.0]), np.array([0.0, 10.0, 100.0]), np.zeros(3))
-    two = Curve(np.array([4.0, 60.0]), np.array([12.0, 180.0]), np.zeros(2))
-    both = over_seeds([one, two])
+    both = over_seeds([line([0, 10, 100], [0, 10, 100]), line([4, 60], [12, 180])])
     assert (both.x[0], both.x[-1]) == (4, 60)  # as far as both of them got
     assert np.allclose(both.mean, 2 * both.x)
-    assert np.allclose(both.spread, both.x)
+    assert np.allclose(both.low, both.x)
+    assert np.allclose(both.high, 3 * both.x)
+
+
+def line(x: list[float], y: list[float], *, solved: bool = False) -> Curve:
+    values = np.array(y, float)
+    return Curve(np.array(x, float), values, values, values, solved)
+
+
+def test_a_solved_seed_goes_on_with_its_last_value() -> None:
+    early, late = line([0, 50], [0, 500], solved=True), line([0, 100], [0, 400], solved=True)
+    both = over_seeds([early, late])
+    assert both.x[-1] == 100
+    assert both.mean[-1] == 450
+    running = line([0, 80], [0, 300])
+    assert over_seeds([early, late, running]).x[-1] == 80  # nobody knows how that one goes on
+
+
+def test_bands_hold_only_what_is_possible(tmp_path: Path) -> None:
+    """Mean plus standard deviation would be above CartPole's 500 here."""
+    returns = [500.0, 20.0] * 100
+    one = curve_of(read_run(made(tmp_path / "a", returns)), "steps")
+    assert one is not None
+    assert (one.low.min(), one.high.max()) == (20.0, 500.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "log"),
+    [([1e4, 1.0, 0.1, 0.01], True), ([100.0] + [1.0] * 50, True), ([1.0, 2.0, 3.0], False),
+     ([1000.0, 1.0, -1.0], False), ([], False), (list(np.linspace(1e-3, 1e-5, 100)), False)],
+)  # fmt: skip
+def test_a_log_axis_where_numbers_span_decades(values: list[float], log: bool) -> None:
+    assert spans_decades(np.array(values)) is log
 
 
 @pytest.mark.parametrize(
@@ -142,6 +172,7 @@ def test_text_of_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "return (100-episode mean)",
         "target 475",
         "20k",
+        "mean of 3 seeds",
     ):
         assert words in text, words
     again = str(made(tmp_path / "again", rising, seed=3, target_return=475.0, steps=20_000))
@@ -151,6 +182,16 @@ def test_text_of_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert main(["plot", *folders, other, "--x", "steps", "--out", str(out)]) == 0
     text = out.read_text()
     assert "PPO gather, 2 workers" in text
+    short_one = [*np.linspace(0, 400, 1000)]
+    folders.append(str(made(tmp_path / "early", short_one, seed=4, steps=20_000)))
+    for path in folders:
+        (Path(path) / "summary.json").write_text(json.dumps({"solved": True, "exit": "solved"}))
+    assert main(["plot", *folders, "--x", "steps", "--out", str(out)]) == 0
+    seeds = out.read_text()
+    assert "lowest to highest seed" in seeds
+    assert "solved: keeps its last value" in seeds
+    assert main(["plot", folders[0], "--x", "steps", "--out", str(out)]) == 0
+    assert "10th to 90th percentile of them" in out.read_text()
     assert "time (s)" not in text
 
 

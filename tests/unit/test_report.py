@@ -107,7 +107,8 @@ def test_every_part_is_there(report: Path) -> None:
     for words in (
         "Learning", "Measures", "Behaviour", "Where the time went", "By number of workers",
         "Workers", "Events", "How to repeat it", "The whole configuration", "normalize_rewards",
-        "Bottleneck:", "Policy: ", "Value: ", "units of the scaled reward", "Film: ",
+        "What it ran on", "gymnasium", "Bottleneck:", "Policy: ", "Value: ",
+        "units of the scaled reward", "Film: ",
     ):  # fmt: skip
         assert words in text, words
     assert "No film" not in text
@@ -169,6 +170,14 @@ def test_failed_run(tmp_path: Path) -> None:
     assert "No pictures of the policy" in text
     assert "No episode has finished" in text
     assert "No update has been recorded" in text
+
+
+def test_a_signal_keeps_its_name(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        folder.open(build("ppo", env="CartPole-v1"))
+        folder.summary({"exit": "stopped: SIGINT"})
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "Stopped: SIGINT" in text_of(tmp_path / "run" / "report.html")
 
 
 def test_run_that_goes_on(pendulum: Path, tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ class PPO(PolicyGradient):
     def update(self, batch: Batch, across: Across, progress: float) -> Info:
         o = self.options
         fit = explained_variance(batch, across)
+        # What minibatches are not asked for is not copied into them.
+        unused = {"value"} if o.kl_penalty else {"value", "parameters"}
+        batch = {name: column for name, column in batch.items() if name not in unused}
         if o.normalize_advantages:
             batch = {**batch, "advantage": normalised(batch["advantage"], across)}
         limit = 1.5 * o.target_kl if o.target_kl > 0 and not o.kl_penalty else float("inf")

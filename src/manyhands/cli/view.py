@@ -180,9 +180,10 @@ def _check_video(options: argparse.Namespace) -> None:
 
 _PLOT = """Draw learning curves: against environment steps, and against time.
 
-Runs that differ in nothing but their seed become one curve: the mean over seeds, a band of one
-standard deviation over them, and a thin line for each. Runs that differ in anything else are curves
-of their own, and the legend says in what. A single run's band is the deviation of its episodes.
+Runs that differ in nothing but their seed become one curve: the mean over seeds, a band from the
+lowest to the highest, and a thin line for each. A seed that was solved early keeps its last
+value. Runs that differ in anything else are curves of their own, and the legend says in what. A
+single run's band holds its episodes from the 10th to the 90th percentile.
 """
 
 _PLOT_EXAMPLES = """examples:
@@ -221,13 +222,11 @@ def plot(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     from manyhands.viewing import curves
-    from manyhands.viewing.runs import read_run
 
-    runs = [read_run(path) for path in options.dirs]
-    name = "curves.png" if options.metric == "return" else f"{options.metric.replace('/', '-')}.png"
-    out = Path(options.out or (runs[0].path / name if len(runs) == 1 else name))
-    curves.plot(runs, out, x=options.x, metric=options.metric, window=options.window)
-    print(f"written to {out}")
+    made = curves.plot(
+        options.dirs, options.out, x=options.x, metric=options.metric, window=options.window
+    )
+    print(f"written to {made.path}")
     return 0
 
 
@@ -258,13 +257,8 @@ def report(argv: list[str]) -> int:
     )
     parser.add_argument("--no-video", action="store_true", help="no film of an episode")
     options = parser.parse_args(argv)
-    if options.out and Path(options.out).suffix not in (".html", ".htm"):
-        raise ConfigError(f"--out {options.out}: give a name that ends in .html")
-    from manyhands.viewing.video import go_headless
+    from manyhands.viewing import report as page
 
-    go_headless()  # before the environment is made for the first time
-    from manyhands.viewing.report import write_report
-
-    path = write_report(options.dirs, options.out, video=not options.no_video)
+    path = page.report(options.dirs, options.out, video=not options.no_video).path
     print(f"written to {path} ({path.stat().st_size / 1e6:.2f} MB)")
     return 0

@@ -60,11 +60,11 @@ class Collector(Stepper):
         self.noise, self.normaliser = noise, normaliser
         b = envs.num_envs
         self._raw = zeros(envs.observation_space, (length + 1, b))
-        self._normal = (
-            None if normaliser.obs is None else np.zeros((length, b, *normaliser.obs.shape), "f4")
-        )
+        raw = trees.take(self._raw, slice(length))
+        self._normal = None if normaliser.obs is None else normaliser.apply(raw)
         self._flags = {n: np.zeros((length, b), bool) for n in ("terminated", "truncated", "valid")}
         self._reward = np.zeros((length, b), np.float32)
+        self._seen = [trees.take(self._raw, t) for t in range(length + 1)]
         self._rows = [self._row(t) for t in range(length)]
         self._store: Rollout | None = None
         self._at = 0  # the row that is written next; after the last one, `length`
@@ -78,7 +78,7 @@ class Collector(Stepper):
 
     @property
     def current(self) -> Obs:
-        return trees.take(self._raw, self._at)
+        return self._seen[self._at]
 
     @property
     def row(self) -> Step:
@@ -86,7 +86,7 @@ class Collector(Stepper):
 
     def act(self) -> Array:
         if self._at == self.length:  # not before: the last rollout's observations lie there
-            trees.copy_into(trees.take(self._raw, 0), trees.take(self._raw, self.length))
+            trees.copy_into(self._seen[0], self._seen[-1])
             self._at = 0
         seen = self.normaliser.see(self.current)
         acted = self.actor.act(seen, self.noise)
@@ -106,7 +106,7 @@ class Collector(Stepper):
         """What has been collected; a rollout that is full."""
         out = self._store
         assert out is not None
-        last = self.normaliser.apply(trees.take(self._raw, self.length))
+        last = self.normaliser.apply(self._seen[-1])
         out.next_value[:-1] = out.value[1:]
         out.next_value[-1] = self.actor.value(last)
         self._bootstrap(out, self._ends)
@@ -119,7 +119,7 @@ class Collector(Stepper):
 
         Not in it: the policy and the normaliser, which are not the collector's own.
         """
-        envs = self.envs.state(trees.take(self._raw, self.length)) if self.begun else None
+        envs = self.envs.state(self._seen[-1]) if self.begun else None
         return {"envs": envs, "noise": self.noise.state()}
 
     def load_state(self, state: dict[str, Any]) -> list[str]:
@@ -133,7 +133,7 @@ class Collector(Stepper):
             return []
         self.begun, self._at = True, self.length
         restored = self.envs.load_state(state["envs"])
-        trees.copy_into(trees.take(self._raw, self.length), restored.obs)
+        trees.copy_into(self._seen[-1], restored.obs)
         self.normaliser.forget(restored.restarted)
         return restored.reasons
 
@@ -144,7 +144,7 @@ class Collector(Stepper):
         store.action[t], store.logp[t] = acted.actions, acted.logp
         store.value[t], store.parameters[t] = acted.values, acted.parameters
         if self._normal is not None:
-            self._normal[t] = seen
+            trees.put(self._normal, t, seen)
 
     def _storage(self, acted: Acted) -> Rollout:
         def like(x: Array) -> Array:
@@ -178,7 +178,7 @@ class Collector(Stepper):
 
     def _row(self, t: int) -> Step:
         flags = {name: flag[t] for name, flag in self._flags.items()}
-        return Step(obs=trees.take(self._raw, t + 1), reward=self._reward[t], **flags)
+        return Step(obs=self._seen[t + 1], reward=self._reward[t], **flags)
 
 
 def rows_of(x: Obs, valid: Array) -> Obs:

@@ -42,6 +42,7 @@ class Finished(NamedTuple):
     env: int
     total_return: float
     length: int
+    info: tuple[float, ...] = ()
 
 
 class UnrollCollector(Stepper):
@@ -73,8 +74,7 @@ class UnrollCollector(Stepper):
         self._whole = whole_episodes
         b = envs.num_envs
         self._raw = zeros(envs.observation_space, (length + 1, b))
-        shape = None if normaliser.obs is None else normaliser.obs.shape
-        self._seen = self._raw if shape is None else np.zeros((length + 1, b, *shape), np.float32)
+        self._seen = normaliser.apply(self._raw)  # where nothing is normalised, the same arrays
         flags = ("terminated", "truncated", "valid")
         self._store: dict[str, Array] = {n: np.zeros((length, b), bool) for n in flags}
         self._store["reward"] = np.zeros((length, b), np.float32)
@@ -125,7 +125,9 @@ class UnrollCollector(Stepper):
         t, row = self._at, self.row
         if row.finals:
             self._ends += [(t, final) for final in row.finals]
-            self.finished += [Finished(e.env, e.total_return, e.length) for e in row.episodes]
+            self.finished += [
+                Finished(e.env, e.total_return, e.length, e.info) for e in row.episodes
+            ]
         over = row.terminated | row.truncated
         self._first[t + 1] = over | (self._first[t] & ~row.valid)
         self.normaliser.scale(row.reward, over)
@@ -184,7 +186,7 @@ class UnrollCollector(Stepper):
 
     def _put_seen(self, t: int, seen: Obs) -> None:
         if self._seen is not self._raw:
-            self._seen[t] = seen
+            trees.put(self._seen, t, seen)
 
     def _remember(self, t: int, acted: Acted) -> None:
         for name, value in (("action", acted.actions), ("logp", acted.logp)):

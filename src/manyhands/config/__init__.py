@@ -110,6 +110,12 @@ class RunConfig:
     """Where to learn; auto takes a GPU if there is one."""
     timeout: float = 60.0
     """Seconds that any wait for other workers may take; 0 waits for ever."""
+    hooks: str = ""
+    """Code of your own that the run calls on its main worker (callbacks): package.module:Class
+    with any of the methods {hooks}; they may record metrics, change options and stop the run."""
+    log_info: tuple[str, ...] = ()
+    """Keys of the environment's info that become metrics, such as success: means over the last 100
+    finished episodes of what their last info had."""
     log_every: int = 1
     """Updates between records of metrics."""
     checkpoint_seconds: float = 30.0
@@ -150,9 +156,18 @@ class RunConfig:
         return strategies.spec_of(self.strategy).batch(self)
 
 
+# What hooks may have, and what each is given besides the run
+HOOKS: dict[str, tuple[str, ...]] = {
+    "on_start": (),
+    "on_update": (),
+    "on_episode": ("episode",),
+    "on_evaluation": ("evaluation",),
+    "on_end": (),
+}
+
 # In which part of the help a field stands
 GROUPS: dict[str, tuple[str, ...]] = {
-    "run": ("env", "steps", "seed", "target_return", "run_dir", "log_every",
+    "run": ("env", "steps", "seed", "target_return", "run_dir", "hooks", "log_info", "log_every",
             "checkpoint_seconds", "tensorboard", "wandb", "quiet"),
     "worker": ("workers", "strategy", "engine", "device", "timeout", "address"),
     "batch": ("num_envs", "rollout_length", "collect", "batch_steps", "overlap"),
@@ -357,6 +372,7 @@ def _from_the_code() -> dict[str, str]:
         "defaults": ", ".join(f"{s} for {in_words(names)}" for s, names in defaults.items()),
         "lengths": ", ".join(f"{in_words(names)} {n}" for n, names in lengths.items()),
         "scaled": in_words(scaled),
+        "hooks": ", ".join(HOOKS),
     }
 
 

@@ -1,13 +1,14 @@
 """Everything that can be wrong with a run before it starts, all of it at once.
 
 Each fault gives what was asked, the arithmetic, and what to type instead. No process is started;
-one environment is made, to look at its spaces, and closed again.
+an environment is made, to look at its spaces, and closed again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import math
 import os
 import tempfile
@@ -20,6 +21,7 @@ from manyhands import devices, support
 from manyhands.algorithms.registry import spec_of
 from manyhands.algorithms.spec import AlgorithmSpec
 from manyhands.config import (
+    HOOKS,
     Experiment,
     RunConfig,
     hints_of,
@@ -28,10 +30,11 @@ from manyhands.config import (
     join_faults,
     nearest,
 )
-from manyhands.engines import joined
+from manyhands.engines import calls, joined
 from manyhands.errors import ConfigError, ManyhandsError, needs
 from manyhands.math.optimiser import make_schedule
 from manyhands.strategies import registry as strategies
+from manyhands.types import MASK
 
 _AT_LEAST_ONE = ("workers", "steps", "num_envs", "rollout_length", "log_every")
 _MAY_BE_NEGATIVE = ("target_return",)
@@ -64,6 +67,7 @@ def faults(experiment: Experiment) -> list[str]:
         _package_faults,
         _environment_faults,
         _fit_faults,
+        _hooks_faults,
         _run_dir_faults,
     )
     return [fault for part in parts for fault in part(experiment)]
@@ -211,7 +215,7 @@ def _number_faults(experiment: Experiment) -> Iterator[str]:
         for f in dataclasses.fields(config):
             value = getattr(config, f.name)
             if _is_schedule(config, f.name):
-                yield from _schedule_faults(f.name, value)
+                yield from schedule_faults(f.name, value)
             elif isinstance(value, (int, float)) and not isinstance(value, bool):
                 yield from _range_faults(f.name, float(value), f.default)
     run = experiment.run
@@ -263,7 +267,7 @@ def _is_schedule(config: Any, name: str) -> bool:
     return float in members and str in members
 
 
-def _schedule_faults(name: str, value: Any) -> Iterator[str]:
+def schedule_faults(name: str, value: Any) -> Iterator[str]:
     try:
         schedule = make_schedule(value)
     except ConfigError as error:
@@ -473,21 +477,71 @@ def _space_faults(run: RunConfig, observations: Any, actions: Any) -> Iterator[s
     from gymnasium.spaces import Box
 
     from manyhands.envs.adapter import ActionMap
-    from manyhands.envs.spaces import check_observation_space
+    from manyhands.envs.spaces import check_mask, check_observation_space, has_mask
 
     for look in (
         lambda: check_observation_space(observations),
+        lambda: check_mask(observations, actions),
         lambda: ActionMap(actions, run.box_actions),
     ):
         try:
             look()
         except ConfigError as error:
             yield str(error)
+    if has_mask(observations) and len(observations.spaces) == 2:
+        # beside a mask, the other key is normalised whatever its name
+        observations = next(p for k, p in observations.spaces.items() if k != MASK)
     if run.normalize_observations and not isinstance(observations, Box):
         yield (
             f"normalize_observations needs a Box of numbers, and the observation space is "
             f"{observations}; type: --no-normalize-observations"
         )
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+
+
+def _hooks_faults(experiment: Experiment) -> Iterator[str]:
+    name = experiment.run.hooks
+    if not name:
+        return
+    try:
+        found: Any = calls.find(name)
+    except ConfigError as error:
+        yield f"hooks: {error}; type: --hooks package.module:Class"
+        return
+    except Exception as error:  # the module is anybody's code and may raise anything
+        yield f"hooks {name} cannot be imported: {type(error).__name__}: {error}"
+        return
+    methods = [method for method in dir(found) if method.startswith("on_")]
+    if isinstance(found, type) and (needed := _required(found)):
+        yield (
+            f"hooks {name} cannot be made: its __init__ asks for {in_words(needed)}; give them "
+            "defaults"
+        )
+    if not methods:
+        yield f"hooks {name} has none of the methods {in_words(list(HOOKS), 'or')}"
+    for method in methods:
+        if method not in HOOKS:
+            yield f"hooks {name} has a method {method}; hooks have {in_words(list(HOOKS))}"
+            continue
+        given = ("run", *HOOKS[method])
+        function = getattr(found, method)
+        takes = (object(), *given) if isinstance(found, type) else given
+        try:
+            inspect.signature(function).bind(*takes)
+        except (TypeError, ValueError):
+            yield f"hooks {name}: {method} is called with ({', '.join(given)}); let it take these"
+
+
+def _required(cls: type) -> list[str]:
+    """What must be given to make one."""
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+    except (TypeError, ValueError):  # written in C, and silent about itself
+        return []
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
 
 
 # -- run folder ------------------------------------------------------------------------------------

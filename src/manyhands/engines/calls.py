@@ -12,7 +12,8 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -63,6 +64,16 @@ def remember(function: Callable[..., Any]) -> str:
     return name
 
 
+@contextmanager
+def remembered(target: Any) -> Iterator[str]:
+    """`remember`, until the block ends: `find` then goes by what the name says again."""
+    name = remember(target)
+    try:
+        yield name
+    finally:
+        _remembered.pop(name, None)
+
+
 def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """A call as text."""
     name = name_of(function)
@@ -109,6 +120,12 @@ def find(name: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(f"{name} is not a function")
     return found  # type: ignore[no-any-return]
+
+
+def knows(name: str) -> bool:
+    """Whether `find` has something for a name that is no import path: it was remembered, or is in
+    a script."""
+    return name in _remembered or name.rpartition(":")[0].endswith(".py")
 
 
 def invoke(target: object, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:

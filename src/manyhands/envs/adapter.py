@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -30,11 +30,18 @@ import numpy as np
 from gymnasium import spaces
 
 from manyhands import seeding, trees
-from manyhands.envs.spaces import check_action_space, check_observation_space, zeros
+from manyhands.envs.spaces import (
+    LegalCheck,
+    check_action_space,
+    check_mask,
+    check_observation_space,
+    has_mask,
+    zeros,
+)
 from manyhands.errors import ConfigError, WorkerError
 from manyhands.streams import EpisodeSeeds
 from manyhands.trees import Array
-from manyhands.types import Obs
+from manyhands.types import MASK, Obs
 
 BoxActions = Literal["clip", "scale", "raw"]
 
@@ -47,6 +54,7 @@ class Episode(NamedTuple):
     total_return: float  # of the environment's own rewards, whatever the learner is given
     length: int
     seed: int | None  # None: the library went on with its own generator; see `VectorAdapter`
+    info: tuple[float, ...] = ()  # what its last `info` had of `log_info`, NaN for what it had not
 
 
 class Restored(NamedTuple):
@@ -96,6 +104,8 @@ class VecAdapter(ABC):
         check_finite: look for NaN and infinity in every observation and reward.
     """
 
+    log_info: tuple[str, ...] = ()  # keys of `info` whose last values episodes are filed with
+
     def __init__(
         self,
         observation_space: gymnasium.Space[Any],
@@ -110,6 +120,7 @@ class VecAdapter(ABC):
         if num_envs < 1:
             raise ConfigError(f"num_envs={num_envs}; at least 1 is needed")
         check_observation_space(observation_space)
+        check_mask(observation_space, action_space)
         self.observation_space = observation_space
         self.action_space = action_space
         self.to_env = ActionMap(action_space, box_actions)
@@ -118,6 +129,7 @@ class VecAdapter(ABC):
         self.worker = worker
         self.action_space.seed(seeding.integer(self.seed, "action", worker))
         self._finite = FiniteCheck(observation_space, num_envs) if check_finite else None
+        self._legal = LegalCheck(action_space) if has_mask(observation_space) else None
         self._seed_of = [EpisodeSeeds(self.seed, worker, i) for i in range(num_envs)]
         self._first = 0  # the number of sub-environment 0 among all workers' together
         self._begun = [0] * num_envs  # episodes begun; the next one's index
@@ -148,6 +160,12 @@ class VecAdapter(ABC):
             terminated=np.zeros(n, dtype=np.bool_),
             truncated=np.zeros(n, dtype=np.bool_),
             valid=np.ones(n, dtype=np.bool_),
+        )
+
+    def set_attribute(self, name: str, value: Any) -> None:
+        """Set an attribute of every sub-environment, at once; ConfigError where there is none."""
+        raise ConfigError(
+            f"environments of this kind ({type(self).__name__}) have no attribute that can be set"
         )
 
     @property
@@ -201,11 +219,28 @@ class VecAdapter(ABC):
     def _length(self, env: int) -> int:
         return self._clock - self._starts[env]
 
-    def _end(self, env: int) -> Episode:
-        """The record of the episode that has just ended in `env`."""
+    def _end(self, env: int, info: Mapping[str, Any]) -> Episode:
+        """The record of the episode that has just ended in `env`, with its last `info`."""
         return Episode(
-            env, self._begun[env] - 1, self._returns[env], self._length(env), self._seeds[env]
+            env,
+            self._begun[env] - 1,
+            self._returns[env],
+            self._length(env),
+            self._seeds[env],
+            tuple(self._logged(env, key, info.get(key)) for key in self.log_info),
         )
+
+    def _logged(self, env: int, key: str, value: Any) -> float:
+        if value is None:
+            return float("nan")
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise WorkerError(
+                f"info[{key!r}] of {self._where(env)} is {value!r}; --log-info takes keys whose "
+                "values are numbers, or true and false",
+                rank=self.worker,
+            ) from None
 
     def _sent(self, actions: Array) -> Array:
         """What goes to the environments, once it is certain that there is one for each."""
@@ -219,6 +254,19 @@ class VecAdapter(ABC):
     def _check_row(self, obs: Obs) -> None:
         if self._finite is not None and not self._finite.holds(obs):
             raise self._not_finite("an observation", self._finite.bad_row(obs))
+
+    def _check_masks(self, obs: Obs, envs: Sequence[int] | Array | None = None) -> None:
+        """Whether something can be done wherever an action is to be chosen; `envs`: the rows'."""
+        if self._legal is None:
+            return
+        bad = self._legal.bad_rows(obs[MASK])
+        if len(bad):
+            env = int(bad[0] if envs is None else envs[bad[0]])
+            raise WorkerError(
+                f"the {MASK} of {self._where(env)} leaves no action that is possible; a state in "
+                "which nothing can be done has to end its episode with terminated=True",
+                rank=self.worker,
+            )
 
     def _not_finite(self, what: str, env: int) -> WorkerError:
         return WorkerError(

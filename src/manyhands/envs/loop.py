@@ -164,6 +164,7 @@ class EnvLoop(VecAdapter):
         self._leave_chance()
         self._running = True
         self._check_row(obs)
+        self._check_masks(obs)
         return obs
 
     def step(self, actions: Array, out: Step | None = None) -> Step:
@@ -181,13 +182,13 @@ class EnvLoop(VecAdapter):
         i = -1
         try:
             for i, env_step, action in zip(self._numbers, self._steps, sent, strict=True):
-                value, reward, terminated, truncated, _ = env_step(action)
+                value, reward, terminated, truncated, info = env_step(action)
                 rewards.append(reward)
                 returns[i] += reward
                 if terminated or truncated:
                     row.terminated[i] = terminated
                     row.truncated[i] = truncated
-                    value = self._finish(i, value, row)
+                    value = self._finish(i, value, info, row)
                 rows[i] = value
         except Exception as error:
             self._annotate(error, i, sent)
@@ -198,12 +199,22 @@ class EnvLoop(VecAdapter):
             self._bind_steps()
         self._store_rewards(rewards, row)
         self._check_row(row.obs)
+        self._check_masks(row.obs)
         return row
 
     def close(self) -> None:
         for env in self.envs:
             env.close()
         self._running = False
+
+    def set_attribute(self, name: str, value: Any) -> None:
+        for env in self.envs:
+            if not env.has_wrapper_attr(name):
+                raise ConfigError(
+                    f"{env.unwrapped} has no attribute {name!r} to be set; give it one in its "
+                    "__init__, or write its name as it is there"
+                )
+            env.set_wrapper_attr(name, value)
 
     def state(self, obs: Obs) -> dict[str, Any]:
         starts, own = self._starts, [own_state(env) for env in self.envs]
@@ -278,15 +289,17 @@ class EnvLoop(VecAdapter):
             return "does not repeat: the same seed and actions led elsewhere"
         return ""
 
-    def _finish(self, i: int, last: Any, row: Step) -> Any:
+    def _finish(self, i: int, last: Any, info: dict[str, Any], row: Step) -> Any:
         """File the episode and begin the next; its first observation is what to act on."""
         final = copy_single(self.observation_space, last)
         self._check_final(i, final)
+        if self._legal is not None and not row.terminated[i]:  # a value of it will be asked for
+            self._check_masks(trees.map(lambda x: x[None], final), [i])
         row.finals.append(Final(i, final))
         # A bad reward earlier in the episode was refused in its own step, so it is this one's.
         if self._finite is not None and not math.isfinite(self._returns[i]):
             raise self._not_finite("a reward", i)
-        row.episodes.append(self._end(i))
+        row.episodes.append(self._end(i, info))
         return self._reset_one(i, seeded=self._episode_seeds)
 
     def _reset_one(self, i: int, *, seeded: bool) -> Any:
@@ -363,7 +376,7 @@ def _build(factory: EnvFactory) -> gymnasium.Env[Any, Any]:
 
 
 # Wrappers whose own state is known: they count steps, or remember that there was a reset.
-_KNOWN_WRAPPERS = ("OrderEnforcing", "PassiveEnvChecker", "TimeLimit")
+_KNOWN_WRAPPERS = ("OrderEnforcing", "PassiveEnvChecker", "TimeLimit", "MaskedObservation")
 
 
 def own_state(env: gymnasium.Env[Any, Any]) -> dict[str, Any] | None:

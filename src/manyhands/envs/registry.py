@@ -1,7 +1,8 @@
 """From what the user wrote to something that makes environments, or to words that help.
 
 An environment may be named by a Gymnasium id ("CartPole-v1", "package:Id-v0"), by an import path
-to a factory ("package.module:function"), or given as a callable that returns a `gymnasium.Env`.
+to a factory ("package.module:function", "script.py:function"), or given as a callable that returns
+a `gymnasium.Env`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,16 @@ from typing import Any
 
 import gymnasium
 
+from manyhands import streams
+from manyhands.engines import calls
+from manyhands.envs.spaces import MaskedObservation, has_mask
 from manyhands.errors import ConfigError, ManyhandsError, SupportError, needs
+from manyhands.types import MASK
 
 EnvSource = str | Callable[..., Any]
+
+# Whose `info` is known to have no mask: nobody has to look.
+_WITHOUT_MASKS = re.compile(r"ale_py|gymnasium\.envs\.(?!toy_text)")
 
 ATARI_ID = re.compile(r"^ALE/|NoFrameskip-v\d+$|-ram-v\d+$")
 
@@ -39,6 +47,8 @@ def resolve(env: EnvSource) -> EnvSource:
             "Agent in an environment that is not registered. Give the Agent a name for it, such as "
             "env='package.module:function'"
         )
+    if calls.knows(env):
+        return calls.find(env)
     if ":" in env:
         return _from_import_path(env)
     known_id(env)
@@ -116,7 +126,7 @@ def env_factory(env: EnvSource, env_kwargs: dict[str, Any]) -> Callable[[], Any]
             quiet_mujoco()
             return factory(**env_kwargs)
 
-        return make_own
+        return _with_masks(make_own, env, env_kwargs)
 
     spec = copy.deepcopy(known_id(env))
     spec.order_enforce = False
@@ -126,7 +136,47 @@ def env_factory(env: EnvSource, env_kwargs: dict[str, Any]) -> Callable[[], Any]
         with friendly_errors(env):
             return gymnasium.make(spec, disable_env_checker=True, **env_kwargs)
 
-    return make
+    if _WITHOUT_MASKS.match(str(spec.entry_point)):
+        return make
+    return _with_masks(make, env, env_kwargs)
+
+
+_gives_mask: dict[tuple[EnvSource, str], bool] = {}  # in `info`, by what the environment is made of
+
+
+def _with_masks(
+    make: Callable[[], Any], env: EnvSource, env_kwargs: dict[str, Any]
+) -> Callable[[], Any]:
+    """Environments that give a mask of actions, wherever, show it in the observation.
+
+    Whether `info` has one is seen after a reset only: of an environment that is made for that, so
+    that those which are trained in have no episode more.
+    """
+    key = (env, repr(sorted(env_kwargs.items())))
+
+    def made() -> Any:
+        one = make()
+        if not isinstance(one, gymnasium.Env):
+            return one
+        if has_mask(one.observation_space):
+            part = one.observation_space[MASK]
+            return MaskedObservation(one) if isinstance(part, gymnasium.spaces.Tuple) else one
+        if key not in _gives_mask:
+            _gives_mask[key] = _mask_in_info(make)
+        return MaskedObservation(one) if _gives_mask[key] else one
+
+    return made
+
+
+@streams.given_back()  # environments may draw in the making
+def _mask_in_info(make: Callable[[], Any]) -> bool:
+    with suppress(Exception):  # whatever fails here fails again where it is reported
+        env = make()
+        try:
+            return MASK in env.reset(seed=0)[1]
+        finally:
+            env.close()
+    return False
 
 
 @contextmanager
@@ -169,6 +219,11 @@ def _from_import_path(path: str) -> EnvSource:
         return found  # type: ignore[no-any-return]
     if attribute in gymnasium.registry:  # Gymnasium's own form: "module that registers:id"
         return attribute
+    if module_name == "__main__":
+        raise ConfigError(
+            f"the environment {attribute} was defined in a notebook or at a prompt, and is not in "
+            "this process: run the cell that defines it first, or put it into a file and import it"
+        )
     names = [n for n in dir(module) if callable(getattr(module, n)) and not n.startswith("_")]
     near = difflib.get_close_matches(attribute, names + list(gymnasium.registry), n=4, cutoff=0.6)
     hint = f"; did you mean {', '.join(near)}?" if near else ""

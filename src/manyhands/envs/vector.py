@@ -29,7 +29,7 @@ from manyhands.envs.adapter import (
 )
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
-from manyhands.types import Obs
+from manyhands.types import MASK, Obs
 
 SeedStyle = Literal["list", "array", "int", "at_creation"]
 
@@ -97,7 +97,12 @@ class VectorAdapter(VecAdapter):
         again = self._running
         if not again or (self._episode_seeds and self._seed_style != "at_creation"):
             seeds = [self._episode_seed(i) for i in range(self.num_envs)]
-        given, _ = self.env.reset(seed=self._seed_argument(seeds))
+        given, info = self.env.reset(seed=self._seed_argument(seeds))
+        if MASK in info and self._legal is None:
+            raise ConfigError(
+                f"the vector env gives an {MASK} in info; put it into the observation, under the "
+                f"key {MASK!r} of a Dict space"
+            )
         for i in range(self.num_envs):
             self._begin(i, seeds[i] if self._seed_style != "int" else None)
         self._ended[:] = False
@@ -106,6 +111,7 @@ class VectorAdapter(VecAdapter):
         obs = self.blank().obs if out is None else out
         trees.copy_into(obs, given)
         self._check_row(obs)
+        self._check_masks(obs)
         return obs
 
     def step(self, actions: Array, out: Step | None = None) -> Step:
@@ -138,6 +144,10 @@ class VectorAdapter(VecAdapter):
             np.clip(row.reward, -self._reward_clip, self._reward_clip, out=row.reward)
         if done.any():
             self._finish(np.flatnonzero(done), info, row)
+        if self._legal is not None:
+            # Where an episode has terminated, nothing need be possible, nor is anything chosen.
+            acted_on = ~row.terminated if self.mode == "NextStep" else np.ones(len(done), np.bool_)
+            self._check_masks(trees.take(row.obs, acted_on), np.flatnonzero(acted_on))
         self._ended = done if self.mode == "NextStep" else self._ended
         return row
 
@@ -146,6 +156,22 @@ class VectorAdapter(VecAdapter):
             self.env.close()
             self.env = self._remake(state["begun"])
         return super().load_state(state)
+
+    def set_attribute(self, name: str, value: Any) -> None:
+        inner = self.env.unwrapped
+        if hasattr(inner, "get_attr") and hasattr(inner, "set_attr"):
+            try:
+                inner.get_attr(name)  # a name that is not there would become a new attribute
+            except AttributeError as error:
+                raise ConfigError(f"the environments have no attribute {name!r}: {error}") from None
+            inner.set_attr(name, [value] * self.num_envs)
+        elif hasattr(inner, name):
+            setattr(inner, name, value)
+        else:
+            raise ConfigError(
+                f"{type(inner).__name__} has no attribute {name!r} to be set, nor get_attr and "
+                "set_attr to reach its environments"
+            )
 
     def close(self) -> None:
         self.env.close()
@@ -166,7 +192,7 @@ class VectorAdapter(VecAdapter):
         for i in map(int, ended):
             self._returns[i] = float(self._totals[i])
             row.finals.append(Final(i, self._final_obs(i, info, row)))
-            row.episodes.append(self._end(i))
+            row.episodes.append(self._end(i, self._last_info(i, info)))
         if self.mode == "Disabled":
             self._reset_ended(ended, row)
         elif self.mode == "SameStep":
@@ -174,6 +200,20 @@ class VectorAdapter(VecAdapter):
                 self._begin(i, None)
         if self.mode != "NextStep":
             self._totals[ended] = 0.0
+
+    def _last_info(self, i: int, info: dict[str, Any]) -> dict[str, Any]:
+        """What is logged of the `info` with which the episode of sub-env i has ended."""
+        if not self.log_info:
+            return {}
+        last = info.get("final_info", info) if self.mode == "SameStep" else info
+        if not isinstance(last, dict):  # an array of dicts, one for each sub-env that has ended
+            return dict(last[i] or {})
+        # Gymnasium's own say in "_key" which sub-envs have it; others have values for all.
+        return {
+            key: last[key][i]
+            for key in self.log_info
+            if key in last and (f"_{key}" not in last or last[f"_{key}"][i])
+        }
 
     def _final_obs(self, i: int, info: dict[str, Any], row: Step) -> Obs:
         if self.mode != "SameStep":

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import os
+import platform
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from manyhands import __version__
 from manyhands.config import Experiment, holds_a_run, save_toml
 from manyhands.errors import ConfigError
 from manyhands.experiment.metrics import Csv, JsonLines, cut_lines, to_disk, write_json
@@ -53,17 +56,71 @@ SUMMARY: dict[str, Any] = {
     "lost_fragments": 0,
     "phase_seconds": {},
     "exit": "finished",
+    "versions": {},
+    "cpu": "",
+    "gpu": "",
+    "commit": "",
 }
+_ENV_PACKAGES = {"ale_py": "ale-py", "mujoco": "mujoco", "envpool": "envpool", "Box2D": "box2d"}
 
 
 def default_run_dir(experiment: Experiment) -> Path:
     """runs/ENV/ALGORITHM-STRATEGY/SEED-TIME, a name that is not taken yet."""
     run = experiment.run
-    env = "".join(c if c.isalnum() or c in "-_." else "-" for c in run.env).strip(".") or "env"
+    name = (
+        run.env.rpartition("/")[2] if ".py:" in run.env else run.env
+    )  # a script's: its file alone
+    env = "".join(c if c.isalnum() or c in "-_." else "-" for c in name).strip(".") or "env"
     parent = Path("runs", env, f"{experiment.spec.name}-{experiment.strategy}")
     name = f"{run.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = [parent / name, *(parent / f"{name}-{i}" for i in range(2, 1000))]
     return next(path for path in tries if not path.exists())
+
+
+def _ran_on(env: str) -> dict[str, Any]:
+    """Versions and machine, for whoever wants to repeat a run or doubts it."""
+    loaded = {module: name for module, name in _ENV_PACKAGES.items() if module in sys.modules}
+    own = env.partition(":")[0].partition(".")[0] if ":" in env else ""
+    versions = {"manyhands": __version__, "python": platform.python_version()}
+    for name in ("torch", "numpy", "gymnasium", *loaded.values(), *([own] if own else [])):
+        with contextlib.suppress(Exception):  # a module of the user's own belongs to no package
+            versions[name] = importlib.metadata.version(name)
+    torch = sys.modules.get("torch")
+    gpus = 0 if torch is None else torch.cuda.device_count()
+    return {
+        "versions": versions,
+        "cpu": f"{_processor()}, {os.cpu_count()} cores",
+        "gpu": ", ".join(torch.cuda.get_device_name(i) for i in range(gpus)) if torch else "",
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit(folder: Path) -> str:
+    """What is checked out there; empty where there is no repository. Read without git: a process
+    that has met others by MPI had better start none."""
+    with contextlib.suppress(OSError, StopIteration):
+        git = next(p / ".git" for p in (folder, *folder.parents) if (p / ".git").exists())
+        if git.is_file():  # a worktree or submodule: the file says where
+            git = git.parent / git.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
+        head = (git / "HEAD").read_text(encoding="utf-8").strip()
+        if not head.startswith("ref: "):
+            return head
+        name, common = head.removeprefix("ref: "), git
+        if (git / "commondir").is_file():
+            common = git / (git / "commondir").read_text(encoding="utf-8").strip()
+        if (common / name).is_file():
+            return (common / name).read_text(encoding="utf-8").strip()
+        for line in (common / "packed-refs").read_text(encoding="utf-8").splitlines():
+            if line.endswith(f" {name}"):
+                return line.partition(" ")[0]
+    return ""
 
 
 class RunFolder:
@@ -75,6 +132,8 @@ class RunFolder:
         self._files: dict[str, Any] = {}
         self._started = time.time()
         self.lost_rows = 0  # that the disk had no room for
+        # Now: at the end of a long run something else may be checked out.
+        self._commit = "" if path is None else _commit(Path.cwd())
 
     @classmethod
     def of(cls, experiment: Experiment) -> RunFolder:
@@ -174,10 +233,12 @@ class RunFolder:
         total_return: float,
         length: int,
         wall_seconds: float,
+        info: Mapping[str, float] | None = None,
     ) -> None:
-        """A finished episode: a row of episodes.csv."""
+        """A finished episode: a row of episodes.csv; with --log-info its values come last."""
         values = (global_step, worker, env, total_return, length, round(wall_seconds, 3))
-        self._put("episodes", dict(zip(EPISODE_COLUMNS, values, strict=True)))
+        row = dict(zip(EPISODE_COLUMNS, values, strict=True))
+        self._put("episodes", row | {f"info/{key}": value for key, value in (info or {}).items()})
 
     def event(self, kind: str, **facts: Any) -> None:
         """Something happened: a line of events.jsonl with the time of day and of the run."""
@@ -210,6 +271,8 @@ class RunFolder:
                 "workers": run.workers,
                 "seed": run.seed,
             }
+        if self.path is not None and self._experiment is not None:
+            known |= _ran_on(self._experiment.run.env) | {"commit": self._commit}
         record = {**SUMMARY, **known, **facts}
         if "steps_per_second" not in facts and record["wall_seconds"] > 0:
             record["steps_per_second"] = record["env_steps"] / record["wall_seconds"]

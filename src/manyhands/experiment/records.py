@@ -6,9 +6,11 @@ worker's are written and printed.
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,6 +20,7 @@ from manyhands.errors import Stopped, WorkerError
 from manyhands.experiment import checkpoint
 from manyhands.experiment.bottleneck import Phases, merged
 from manyhands.experiment.folder import RunFolder
+from manyhands.experiment.hooks import FinishedEpisode
 from manyhands.experiment.metrics import Returns
 from manyhands.experiment.progress import Progress
 from manyhands.experiment.report_lines import end_table, number, start_table
@@ -60,12 +63,16 @@ class Records:
         self._last_steps, self._last_time = self._resumed_steps, time.perf_counter()
         self.purge_step: int | None = None  # the first step that a resumed run writes anew
         self.checkpoint_failures = 0
+        # What --log-info asks for, of the last episodes that had it
+        self._infos = {key: deque[float](maxlen=EPISODES) for key in run.log_info}
         self.restarts = 0  # workers that were started again
         self.lost_fragments = 0  # unrolls or gradients that were too old, or died with a worker
         self._not_saved = ""  # why the last checkpoint could not be written
         self.folder = RunFolder(None)
         if resumed is not None:
             self.returns.load_state(resumed["returns"])
+            for key, values in resumed.get("infos", {}).items():
+                self._infos[key].extend(values)
             self.purge_step = self._resumed_steps + 1
         if main:
             self._open(resumed, list(notes), device)
@@ -107,11 +114,33 @@ class Records:
             _say(text)
 
     def episodes(self, steps: int, finished: Any) -> None:
-        """Finished episodes of all workers: rows of (env, return, length, worker)."""
+        """Finished episodes of all workers: rows of (env, return, length, worker, info...)."""
         wall = self.wall_seconds
-        for env, total, length, worker in finished.tolist():
+        for env, total, length, worker, *values in finished.tolist():
             self.returns.add(total)
-            self.folder.episode(steps, int(worker), int(env), total, int(length), wall)
+            info = self._infos_of(values)
+            for key, value in info.items():
+                self._infos[key].append(value)
+            self.folder.episode(steps, int(worker), int(env), total, int(length), wall, info)
+
+    def _infos_of(self, values: list[float]) -> dict[str, float]:
+        named = zip(self._infos, values, strict=True)
+        return {key: value for key, value in named if not math.isnan(value)}
+
+    def finished(self, rows: Any) -> list[FinishedEpisode]:
+        """The same rows, as hooks are given them."""
+        return [
+            FinishedEpisode(total, int(length), int(env), int(worker), self._infos_of(values))
+            for env, total, length, worker, *values in rows.tolist()
+        ]
+
+    def info_means(self) -> dict[str, float]:
+        """Metrics of --log-info."""
+        return {
+            f"info/{key}": math.fsum(values) / len(values)
+            for key, values in self._infos.items()
+            if values
+        }
 
     def keep(self, model: Any, normaliser: Any, *, now: bool = False) -> None:
         """Write the policy, every few seconds: what is on disk is the last that was good."""
@@ -140,6 +169,7 @@ class Records:
             "wall_seconds": self.wall_seconds,
             "rows": self.folder.rows(),
             "returns": self.returns.state(),
+            **({"infos": {k: list(v) for k, v in self._infos.items()}} if self._infos else {}),
         }
 
     def checkpoint(self, state: dict[str, Any], steps: int, updates: int) -> None:
@@ -184,11 +214,15 @@ class Records:
 
     # -- updates and ends ----------------------------------------------------------------------
 
+    def due(self, updates: int) -> bool:
+        """Whether the metrics of this update are written."""
+        return updates % self._experiment.run.log_every == 0
+
     def update(self, steps: int, updates: int, info: dict[str, float], phases: Phases) -> None:
         """One update is done."""
         if not self._main:
             return
-        if updates % self._experiment.run.log_every == 0:
+        if self.due(updates):
             now = time.perf_counter()
             speed = (steps - self._last_steps) / max(now - self._last_time, 1e-9)
             self._last_steps, self._last_time = steps, now
@@ -222,12 +256,14 @@ class Records:
         phases: list[dict[str, float]],
         stopped: int = 0,
         more: str = "",
+        ended: str = "",
     ) -> dict[str, Any]:
         """The run has ended well, or was asked to stop: the summary, written and shown.
 
-        `more` is what else the strategy has to say, under the table.
+        `more` is what else the strategy has to say, under the table; `ended` is why hooks have
+        stopped the run.
         """
-        ended = "solved" if solved else "finished"
+        ended = f"stopped by hooks: {ended}" if ended else "solved" if solved else "finished"
         if stopped:
             ended = f"stopped: {signal.Signals(stopped).name}"
         summary = self.folder.summary(self._facts(steps, updates) | {
@@ -251,7 +287,7 @@ class Records:
 
     def fail(self, steps: int, updates: int, error: BaseException, reason: str = "") -> None:
         """The run has ended badly: say so in the folder, whatever else happens."""
-        said = reason or f"{type(error).__name__}: {error}".strip()
+        said = reason or _said(error)
         ended = f"failed: {_condensed(said)}"
         if isinstance(error, Stopped) or said.startswith("stopped by "):
             ended = f"stopped: {(reason or str(error)).removeprefix('stopped by ')}"
@@ -278,6 +314,12 @@ class Records:
             "restarts": self.restarts,
             "lost_fragments": self.lost_fragments,
         }
+
+
+def _said(error: BaseException) -> str:
+    """The error, and who raised it where it says so: an environment, a hook."""
+    notes = getattr(error, "__notes__", [])
+    return " ".join([f"{type(error).__name__}: {error}".strip(), *(f"({note})" for note in notes)])
 
 
 def _condensed(text: str) -> str:

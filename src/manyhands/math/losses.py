@@ -53,7 +53,8 @@ def clipped_surrogate_slope(
     log_ratio = logp - behaviour_logp
     ratio = np.exp(log_ratio)
     plain = ratio * advantage
-    held = np.clip(ratio, 1 - clip, 1 + clip) * advantage
+    # Two bare ufuncs: on a minibatch np.clip takes twice as long.
+    held = np.minimum(np.maximum(ratio, 1 - clip), 1 + clip) * advantage
     found = Surrogate(
         -float(np.minimum(plain, held).sum()),
         float((ratio - 1 - log_ratio).sum()),

@@ -24,7 +24,7 @@ import numpy as np
 
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
-from manyhands.types import Obs
+from manyhands.types import MASK, Obs
 
 # Rows and bytes (in float64) of which the moments are taken at once: on the few rows of one step
 # numpy's calls cost far more than its sums. Rows as large as images are taken as they come.
@@ -208,8 +208,11 @@ class Normaliser:
     """
 
     def __init__(self, observation_space: Any, obs: bool, rewards: bool, gamma: float) -> None:
-        shape = tuple(observation_space.shape or ())
-        self.obs = RunningStats(shape) if obs else None
+        # Beside a mask of actions the observation is a part of a dict, and the mask stays as it is.
+        parts: dict[str, Any] = getattr(observation_space, "spaces", {})
+        self.key = next((key for key in parts if key != MASK), None)
+        shape = (observation_space if self.key is None else parts[self.key]).shape
+        self.obs = RunningStats(tuple(shape or ())) if obs else None
         self.returns = RunningStats(()) if rewards else None
         self._gamma = gamma
         self._running: Array | None = None  # discounted return so far, per environment
@@ -218,12 +221,16 @@ class Normaliser:
         """Count raw observations [B, ...] and give them normalised."""
         if self.obs is None:
             return raw
-        self.obs.update(raw)
-        return self.obs.normalise(raw)
+        self.obs.update(raw if self.key is None else raw[self.key])
+        return self.apply(raw)
 
     def apply(self, raw: Obs) -> Obs:
         """Normalise without counting: final observations, evaluation."""
-        return raw if self.obs is None else self.obs.normalise(raw)
+        if self.obs is None:
+            return raw
+        if self.key is None:
+            return self.obs.normalise(raw)
+        return {**raw, self.key: self.obs.normalise(raw[self.key])}
 
     def scale(self, reward: Array, ended: Array) -> None:
         """Scale rewards [B] in place."""

@@ -87,6 +87,8 @@ class DeterministicPolicy(nn.Module):
         self.normalised = stats is not None
         if stats is not None:
             scale = 1.0 / np.sqrt(stats.variance + stats.epsilon)
+            key = policy.normaliser.key
+            self.normalised_part = 0 if key is None else self.keys.index(key)
             self._keep("offset", np.asarray(stats.mean, np.float32))
             self._keep("scale", np.asarray(scale, np.float32))
         space = policy.action_space
@@ -102,8 +104,9 @@ class DeterministicPolicy(nn.Module):
 
     def forward(self, *parts: Tensor) -> Tensor:
         if self.normalised:
-            scaled = (parts[0].to(torch.float32) - self.offset) * self.scale
-            parts = (scaled.clamp(-_CLIP, _CLIP),)
+            at = self.normalised_part
+            scaled = (parts[at].to(torch.float32) - self.offset) * self.scale
+            parts = (*parts[:at], scaled.clamp(-_CLIP, _CLIP), *parts[at + 1 :])
         seen: Any = dict(zip(self.keys, parts, strict=True)) if self.several else parts[0]
         return self._bounded(self.model.head.mode(self.model.policy(seen)))
 

@@ -19,8 +19,9 @@ What a worker does in its role is a Part, a piece at a time:
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -36,6 +37,9 @@ from manyhands.experiment.bottleneck import Phases
 from manyhands.math.running_stats import Normaliser, RunningStats
 from manyhands.policy import build_model, build_normaliser
 from manyhands.streams import EnvNoise
+
+if TYPE_CHECKING:
+    from manyhands.experiment.hooks import Changes
 
 RESTARTS = 1000  # that one session of a run may have: seeds of different sessions differ
 
@@ -71,6 +75,11 @@ class Context:
         self.first_env = 0  # the number of this worker's first environment among all
         self.sent = 0  # messages
         self.stop = False  # what actors hear with the weights
+        self.changes: Changes | None = None  # what hooks have changed, where there are any
+        if run.hooks:
+            from manyhands.experiment.hooks import Changes
+
+            self.changes = Changes()
 
     def _group(self) -> Group | None:
         if self.synchronous:
@@ -126,8 +135,23 @@ class Context:
             **run.env_kwargs,
         )
         self.envs.number_from(first)
+        self.envs.log_info = run.log_info
         self.first_env = first
+        for name, (_, value) in () if self.changes is None else self.changes.attributes.items():
+            self.envs.set_attribute(name, value)  # of a worker that was restarted, or comes late
         return self.envs, EnvNoise(seed, first, here)
+
+    def take_changes(self, state: dict[str, Any]) -> None:
+        """What hooks have changed, as the main worker tells it, is changed here too."""
+        assert self.changes is not None
+        options, attributes = self.changes.take(state)
+        if options:
+            changed = dataclasses.replace(self.experiment.options, **options)
+            self.experiment = dataclasses.replace(self.experiment, options=changed)
+            self.algorithm.options = changed
+        if self.envs is not None:
+            for name, value in attributes.items():
+                self.envs.set_attribute(name, value)
 
     @property
     def frame_stack(self) -> int:

@@ -177,6 +177,8 @@ class Weights:
                 "normaliser": {k: s.agreed.state() for k, s in context.statistics.items()},
                 "stop": context.stop,
             }
+            if context.changes is not None:
+                tree["changes"] = context.changes.state()
             self._store.publish(tree | news)
 
     def pull(self) -> dict[str, Any] | None:
@@ -207,6 +209,8 @@ class Weights:
         flat.copy_(weights)
         context.algorithm.version, context.session = int(news["version"]), int(news["session"])
         context.stop = bool(news["stop"])
+        if "changes" in news:
+            context.take_changes(news["changes"])
         for name, stats in context.statistics.items():
             own = {f"pending_{k}": v for k, v in stats.pending.state().items()}
             stats.load_state(news["normaliser"][name] | own)

@@ -35,6 +35,7 @@ from manyhands.streams import global_chance, load_global_chance
 from manyhands.trees import Array
 
 if TYPE_CHECKING:
+    from manyhands.experiment.hooks import Hooks
     from manyhands.strategies.messages import Inbox, Message
 
 # What one worker tells the others after an update: environment steps; rows, and those of them that
@@ -71,6 +72,9 @@ class RunProgress:
         self.restarts_of: dict[int, int] = {}  # by rank
         self.times: list[dict[str, float]] | None = None  # by phase, of all workers
         self.table = ""  # what the strategy adds to the table at the end
+        self.hooks: Hooks | None = None  # the user's own, on the main worker
+        self.ended = ""  # why they have stopped the run
+        self.wanted = context.changes and type(context.changes)()  # what they want changed
         self._keeper: Keeper | None = None
         self._began = time.perf_counter()
         self._before = (0, 0)  # steps and updates of earlier processes: no part of the speed
@@ -85,11 +89,14 @@ class RunProgress:
         """From the checkpoint, if there is one; if not, that of step 0 is written, so that the run
         can be resumed from the very beginning."""
         self._keeper = keeper
-        if self.resumed is None:
-            self.checkpoint()
-        else:
+        if self.resumed is not None:
             with self.context.phases("starting"):
                 self.restore(self.resumed)
+        if self.hooks is not None:
+            self.hooks.start()
+        self._tell_changes()
+        if self.resumed is None:
+            self.checkpoint()
 
     # -- what happened ---------------------------------------------------------------------------
 
@@ -146,7 +153,7 @@ class RunProgress:
     def goes_on(self) -> bool:
         """The same answer on all that count together: it depends on what all have heard alike."""
         unfinished = not self.solved and self.steps < self.context.experiment.run.steps
-        return unfinished and not self.stopped
+        return unfinished and not self.stopped and not self.ended
 
     @property
     def restarts(self) -> int:
@@ -182,12 +189,18 @@ class RunProgress:
             self.updates += learned
             records.episodes(self.steps, episodes)
             self.solved = records.returns.solved(context.experiment.run.target_return)
-            info = info | self._facts(numbers, inbox)
+            info = info | self._facts(numbers, inbox) | records.info_means()
+            if self.hooks is not None:
+                self.hooks.happened(records.finished(episodes), [])
+                if learned:
+                    self.hooks.update(self._metrics(info))
+                    info |= self.hooks.recorded() if records.due(self.updates) else {}
             if not context.synchronous:
                 records.progress.workers_are(context.worker.alive(), self.restarts)
             if learned:
                 records.update(self.steps, self.updates, info, context.phases)
             records.keep(context.algorithm.model, context.normaliser)
+        self._tell_changes()
         # CRUCIAL: the main worker's word alone. Clocks and signals differ from worker to worker.
         if self.goes_on():
             self.stopped = int(numbers[0, _STOP])
@@ -195,10 +208,33 @@ class RunProgress:
         if numbers[0, _DUE] or not self.goes_on():
             self.checkpoint()
 
+    def _metrics(self, info: dict[str, float]) -> dict[str, Any]:
+        """What hooks are shown of an update."""
+        returns = self.records.returns
+        return {
+            "env_steps": self.steps,
+            "update": self.updates,
+            "episodes": returns.episodes,
+            "mean_return": returns.mean,
+            **info,
+        }
+
+    def _tell_changes(self) -> None:
+        """What hooks have decided, on all that count together; actors hear it with the weights."""
+        context = self.context
+        if self.wanted is None:
+            return
+        said: list[Any] = [self.ended, self.wanted.state()]
+        if context.group is not None:
+            with context.phases("synchronisation"):
+                said = context.group.exchange(said)[0]
+        self.ended = said[0]
+        context.take_changes(said[1])
+
     def _of_all(self) -> tuple[Array, Array]:
         """The numbers of all that count together, a row each, and their episodes."""
         context, numbers, group = self.context, self._numbers, self.context.group
-        episodes = np.concatenate([np.zeros((0, 4)), *self._episodes])
+        episodes = np.concatenate([episode_rows(context, ()), *self._episodes])
         if group is None:
             context.normaliser.synchronise(None)
             numbers[_DUE:] = self.records.checkpoint_due(), stopping.asked()
@@ -241,6 +277,8 @@ class RunProgress:
     def _state(self) -> dict[str, Any]:
         context = self.context
         state: dict[str, Any] = {"algorithm": context.algorithm.state()}
+        if self.hooks is not None and context.changes is not None:
+            state["hooks"] = {"changes": context.changes.state(), "own": self.hooks.state()}
         counts = {"steps": self.steps, "updates": self.updates}
         if context.synchronous:
             return state | {"team": counts | {"solved": self.solved}}
@@ -264,6 +302,11 @@ class RunProgress:
         if not context.synchronous:
             context.normaliser.load_training_state(state["normaliser"])
             self.refused, context.session = int(counts["refused"]), int(counts["session"]) + 1
+        if self.wanted is not None and "hooks" in state:
+            self.wanted.take(state["hooks"]["changes"])
+            context.take_changes(self.wanted.state())  # before episodes are played again
+            if self.hooks is not None:
+                self.hooks.load_state(state["hooks"]["own"])
         if self._keeper is not None:
             self.records.note(self._keeper.load_state(state))
 
@@ -309,6 +352,8 @@ class RunProgress:
         context, records = self.context, self.records
         if not (context.is_main or context.synchronous):
             return {}
+        if self.hooks is not None:
+            self.hooks.end()
         records.keep(context.algorithm.model, context.normaliser, now=True)
         times = self.times
         if times is None:
@@ -320,7 +365,13 @@ class RunProgress:
             records.folder.event("asynchronous", late=self.late, lost=self.lost,
                                  refused=self.refused, restarts=self.restarts)  # fmt: skip
         return records.finish(
-            self.steps, self.updates, self.solved, times, self.stopped, more=self.table
+            self.steps,
+            self.updates,
+            self.solved,
+            times,
+            self.stopped,
+            more=self.table,
+            ended=self.ended,
         )
 
     def fail(self, error: BaseException) -> None:
@@ -384,6 +435,8 @@ def load_process_state(context: Context, state: dict[str, Any]) -> None:
 
 
 def episode_rows(context: Context, episodes: Any) -> Array:
-    """Finished episodes of this worker: rows of (env, return, length, worker)."""
-    rows = [[context.first_env + e.env, e.total_return, e.length, context.rank] for e in episodes]
-    return np.array(rows, np.float64).reshape(-1, 4)
+    """Finished episodes of this worker: rows of (env, return, length, worker), and what --log-info
+    asks for of the last `info` of each."""
+    first, rank, more = context.first_env, context.rank, len(context.experiment.run.log_info)
+    rows = [[first + e.env, e.total_return, e.length, rank, *e.info] for e in episodes]
+    return np.array(rows, np.float64).reshape(-1, 4 + more)

@@ -34,9 +34,9 @@ BRANCH = "evaluate"
 Tell = Callable[[int, float], None]  # (episodes ended, mean return so far)
 
 
-@dataclass
+@dataclass(repr=False)
 class Evaluation:
-    """Returns and lengths, in the order in which the episodes were begun."""
+    """Returns and lengths, in the order in which the episodes were begun; printed, a table."""
 
     env: str
     run_dir: str
@@ -58,6 +58,9 @@ class Evaluation:
     @property
     def success_rate(self) -> float | None:
         return float(np.mean(self.successes)) if self.successes else None
+
+    def __repr__(self) -> str:
+        return self.table()
 
     def record(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -106,10 +109,14 @@ def evaluate(
     max_length: int = 0,
     tell: Tell | None = None,
 ) -> Evaluation:
-    """Play the first `episodes` episodes of the evaluation's branch of the seed tree.
+    """Play episodes with the policy of a run, as `manyhands evaluate` does, and say how it did.
+
+        evaluate("runs/a", episodes=20).mean_return
+
+    They are the first `episodes` of a branch of the seed tree that training never uses.
 
     Args:
-        run_dir: folder of a run.
+        run_dir: folder of a run, or what `train` gave back.
         episodes: how many.
         seed: root of the seed tree; None takes the run's own.
         deterministic: the likeliest action, or one drawn from the policy as in training.

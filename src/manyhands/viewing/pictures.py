@@ -7,6 +7,7 @@ and the others stand still, and the picture's caption says which and at what.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 CELLS = 121  # of a side; odd, so that the middle is one
 SHOWN = 200  # steps of an episode's lines: more would be a smear
+_FADING = 40  # steps in which a path over a map fades to a third
 _MOST_COMPONENTS = 64  # beyond, a cut through two of them says nothing
 
 
@@ -250,19 +252,17 @@ def _draw_choices(axes: Any, plane: Plane, actions: Array, space: Any, theme: Th
 
 
 def _draw_path(axes: Any, plane: Plane, played: Played, theme: Theme) -> None:
-    """The episode over the plane: from the circle to the square."""
-    from matplotlib import patheffects
+    """The episode over the plane, from the circle to the square. It fades on the way: a long one
+    that has come to rest would hide the map under it."""
+    from matplotlib.collections import LineCollection
 
     path = plane.project(np.asarray(played.observations, np.float64))
-    line = np.insert(path, _jumps(plane, path), np.nan, axis=0)
-    width = 1.2 if len(path) <= 250 else 0.5
-    halo = [
-        patheffects.Stroke(linewidth=width + 1.4, foreground="black", alpha=0.6),
-        patheffects.Normal(),
-    ]
-    axes.plot(
-        *line.T, color="white", linewidth=width, path_effects=halo, scalex=False, scaley=False
-    )
+    pieces = np.delete(np.stack([path[:-1], path[1:]], 1), _jumps(plane, path) - 1, axis=0)
+    strength = np.maximum(0.03, np.exp(-np.arange(len(pieces)) / _FADING))
+    for width, colour, alpha in ((2.6, "black", 0.6), (1.2, "white", 1.0)):
+        line = LineCollection(list(pieces), colors=colour, linewidths=width * np.sqrt(strength),
+                              alpha=alpha * strength, capstyle="round", zorder=3)  # fmt: skip
+        axes.add_collection(line, autolim=False)
     marks = {"markersize": 6, "markerfacecolor": "white", "markeredgecolor": "black"}
     for point, mark in ((path[0], "o"), (path[-1], "s")):
         axes.plot(*point, mark, scalex=False, scaley=False, zorder=5, clip_on=False, **marks)
@@ -297,7 +297,8 @@ def draw_episode(figure: Any, plane: Plane, played: Played, theme: Theme = LIGHT
     for axes, (name, values, kind), colour in zip(panels, rows, theme.colours, strict=False):
         drawstyle = "default" if kind == "-" else kind
         axes.plot(values, color=colour, linewidth=1.2, drawstyle=drawstyle)
-        axes.set_title(name, loc="left", fontweight="normal", pad=2)
+        axes.set_ylabel(textwrap.fill(name, 15), fontsize="small")
         axes.margins(x=0.01)
         axes.locator_params(axis="y", nbins=4)
+    figure.align_ylabels(panels)
     panels[-1].set_xlabel("step")

@@ -6,17 +6,21 @@ table of times. What cannot be made is left out with a sentence that says why.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from manyhands import __version__
-from manyhands.errors import ConfigError
+from manyhands.errors import ConfigError, SupportError
 from manyhands.experiment.bottleneck import bottleneck, shares
 from manyhands.experiment.progress import duration
 from manyhands.experiment.report_lines import number
@@ -24,7 +28,8 @@ from manyhands.strategies import registry as strategies
 from manyhands.viewing import curves
 from manyhands.viewing import report_page as html
 from manyhands.viewing.report_page import behaviour, picture
-from manyhands.viewing.runs import Run, command_of, group_runs, read_run
+from manyhands.viewing.runs import Run, command_of, group_runs, read_run, short_env
+from manyhands.viewing.video import go_headless
 
 # Phases that have a column and a colour of their own, whatever a run calls the rest
 PHASES = ("rollout", "optimisation", "synchronisation", "logging", "starting", "checkpoint")
@@ -34,26 +39,51 @@ _CURVE, _SMALL = (5.2, 3.1), (3.6, 2.2)  # inches
 _EVENTS, _MANY_EVENTS = 200, 30  # shown at all, and without being asked
 
 
-def write_report(
-    dirs: Sequence[str | os.PathLike[str]],
-    out: str | os.PathLike[str] | None = None,
+@dataclass(frozen=True)
+class Report:
+    """A page about a run, and the numbers at its top."""
+
+    path: Path
+    summary: dict[str, Any]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        where = escape(str(self.path))
+        return f'<a href="{where}" target="_blank">{where}</a>'
+
+
+def report(
+    dirs: curves.StrPath | Sequence[curves.StrPath],
+    out: curves.StrPath | None = None,
     *,
     video: bool = True,
-) -> Path:
-    """Write the page about the first folder; where it is."""
-    runs = [read_run(path) for path in dirs]
+) -> Report:
+    """Write one HTML page about a run, as `manyhands report` does.
+
+    Args:
+        dirs: folder of the run, or what `train` gave back; further ones are compared with the
+            first.
+        out: a name that ends in .html; by default report.html in the first folder.
+        video: with a film of an episode.
+    """
+    given = [dirs] if isinstance(dirs, (str, os.PathLike)) else dirs
+    runs = [read_run(path) for path in given]
+    if not runs:
+        raise ConfigError("no folder of a run was given: there is nothing to report")
     path = Path(out) if out else runs[0].path / "report.html"
+    if path.suffix not in (".html", ".htm"):
+        raise ConfigError(f"--out {path}: give a name that ends in .html")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")
     beside = path.with_name(f".{path.name}.tmp")
+    go_headless()  # before the environment is made for the first time
     beside.write_text(make_page(runs, video=video), encoding="utf-8")
     os.replace(beside, path)
-    return path
+    return Report(path, runs[0].summary)
 
 
 def make_page(runs: Sequence[Run], *, video: bool = True) -> str:
     run = runs[0]
-    setup = run.experiment.run
     subtitle = (
         f"{run.summary['strategy']} strategy on the {run.summary['engine']} engine, "
         f"{_many(int(run.summary['workers']), 'worker')}, seed {run.summary['seed']}"
@@ -67,12 +97,44 @@ def make_page(runs: Sequence[Run], *, video: bool = True) -> str:
         workers(run),
         events(run),
         repeat(run),
+        machine(run),
     ]
     made = time.strftime("%Y-%m-%d %H:%M")
-    footer = (
-        f"Made by manyhands {__version__} on {made} from {run.path.absolute().name}, {setup.env}."
-    )
+    env = short_env(run.experiment.run.env)
+    footer = f"Made by manyhands {__version__} on {made} from {run.path.absolute().name}, {env}."
     return html.page(run.name, subtitle, body, footer)
+
+
+def card(run_dir: curves.StrPath) -> str:
+    """A run in a notebook: a few numbers, and its learning curve."""
+    run = read_run(run_dir)
+    s = run.summary
+    mean = "–" if s["mean_return"] is None else f"{s['mean_return']:,.2f}"
+    rows = {
+        run.name: _state(run),
+        "return, last 100": mean,
+        "steps": f"{number(s['env_steps'])} in {_clock(s['wall_seconds'])}, "
+        f"{number(round(s['steps_per_second']))} a second",
+        "workers": f"{s['workers']}, {s['strategy']} on the {s['engine']} engine, seed {s['seed']}",
+        "folder": str(run.path),
+    }
+    found = html.table(["", ""], [[name, words] for name, words in rows.items()], "text")
+    if not len(run.episodes["return"]):
+        return found
+    with suppress(SupportError):  # no matplotlib: the numbers alone
+        data = io.BytesIO()
+        with curves.style():
+            figure = curves.pyplot().figure(figsize=(4.2, 2.4), layout="constrained")
+            curves.draw(figure.subplots(), group_runs([run]), "steps")
+            figure.savefig(data, format="png", dpi=130)
+            curves.pyplot().close(figure)
+        found += html.Picture(data.getvalue(), None, "png", f"Learning curve of {run.name}").html()
+    return f'<div style="max-width:34rem">{found}</div>'
+
+
+def _state(run: Run) -> str:
+    words = str(run.summary["exit"])
+    return words[:1].upper() + words[1:]
 
 
 # -- the parts of the page -------------------------------------------------------------------------
@@ -82,7 +144,7 @@ def headline(run: Run) -> str:
     s = run.summary
     words = str(s["exit"])
     failed = words.startswith("failed")
-    state = "Failed" if failed else words.capitalize()
+    state = "Failed" if failed else _state(run)
     kind = "good" if s["solved"] else "bad" if failed else ""
     target = run.experiment.run.target_return
     goal = "no target was set" if target is None else f"target {target:,g}"
@@ -121,18 +183,18 @@ def learning(runs: Sequence[Run]) -> str:
 
         def draw(figure: Any, theme: curves.Theme, x: Any = x) -> None:
             curves.draw(figure.subplots(), groups, x, theme=theme)
-            if several:
-                curves.legend(figure, figure.axes, 1)
+            curves.legend(figure, figure.axes, 1 if several else 2)
 
         what = "environment steps" if x == "steps" else "time"
-        size = (_CURVE[0], _CURVE[1] + (0.22 * len(groups) if several else 0))
+        size = (_CURVE[0], _CURVE[1] + 0.22 * (len(groups) + 2 if several else 1))
         made.append(picture(draw, size, f"Learning curve against {what}"))
     band = (
-        "Lines are means over seeds, bands one standard deviation over seeds; thin lines are "
-        "seeds. A curve of one run has no band."
+        "Lines are means over seeds, bands go from the lowest to the highest seed; thin lines are "
+        "seeds. A solved seed keeps its last value. A curve of one run "
+        "has no band."
         if several or len(groups[0].runs) > 1
-        else "The line is the mean return of the last 100 finished episodes, the band one standard "
-        "deviation of those episodes."
+        else "The line is the mean return of the last 100 finished episodes; the band goes from "
+        "the 10th to the 90th percentile of those episodes."
     )
     left = len(runs) - sum(len(g.runs) for g in groups)
     other = f" {_many(left, 'run')} on other environments are not drawn." if left else ""
@@ -155,9 +217,10 @@ def measures(run: Run) -> str:
             curve = curves.curve_of(run, "steps", name)
             if curve is not None:
                 axes.plot(curve.x, curve.mean, color=theme.colours[0], linewidth=1.4)
-                if curve.mean.min() > 0 and curve.mean.max() > 30 * np.median(curve.mean):
-                    axes.set_yscale("log")  # else one early peak is all there is to see
-            axes.set_title(curves.words_of(name), loc="left")
+                if curves.spans_decades(curve.mean):
+                    axes.set_yscale("log")
+            axes.set_ylabel(curves.words_of(name))
+            axes.set_xlabel("environment steps")
             axes.set_xlim(left=0)
             curves.short_numbers(axes, y=axes.get_yscale() == "linear")
 
@@ -167,7 +230,7 @@ def measures(run: Run) -> str:
     same = f"Constant throughout: {', '.join(constant)}." if constant else ""
     return html.section(
         "Measures",
-        html.paragraph("Against environment steps; one point for each update.", soft=True),
+        html.paragraph("One point for each record of an update.", soft=True),
         html.gallery(made, small=True),
         html.paragraph(same, soft=True),
     )
@@ -280,6 +343,16 @@ def repeat(run: Run) -> str:
         html.code(command_of(run.experiment)),
         html.details("The whole configuration", html.code(config.read_text(encoding="utf-8"))),
     )
+
+
+def machine(run: Run) -> str:
+    """Versions, machine and commit; runs of earlier versions of manyhands did not write them."""
+    s = run.summary
+    if not s["versions"]:
+        return ""
+    rows = [[name, str(version)] for name, version in s["versions"].items()]
+    rows += [[name, str(s[name])] for name in ("cpu", "gpu", "commit") if s[name]]
+    return html.section("What it ran on", html.table(["", ""], rows, "text"))
 
 
 # -- small things ----------------------------------------------------------------------------------

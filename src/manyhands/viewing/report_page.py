@@ -212,7 +212,7 @@ def legend(parts: Iterable[tuple[str, str]]) -> str:
 # -- pictures, and what the policy does ------------------------------------------------------------
 
 
-_PLANE, _EPISODE = (5.2, 3.7), (5.2, 4.6)  # inches
+_PLANE, _EPISODE = (5.2, 3.7), (5.2, 5.2)  # inches
 _LONGEST = 2000  # steps of the example episode
 _FILM_WIDTH, _FILM_FPS, _FILM_FRAMES = 320, 25.0, 260
 _FILM_BYTES = 4_000_000  # a page that can be sent by mail
@@ -267,7 +267,7 @@ def behaviour(run: Run, *, video: bool) -> str:
         missing.append(f"No maps of policy and value: {plane}.")
     else:
         shown = maps(policy, plane, played)
-        intro += f"Maps show it from the circle to the square. {plane.note}"
+        intro += f"Maps show it from the circle to the square, fading on the way. {plane.note}"
     if film is not None:
         shown.append(film)
     return section(

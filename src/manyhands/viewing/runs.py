@@ -44,7 +44,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.experiment.spec.name.upper()} on {self.experiment.run.env}"
+        return f"{self.experiment.spec.name.upper()} on {short_env(self.experiment.run.env)}"
 
     @property
     def phases(self) -> dict[str, float]:
@@ -66,6 +66,11 @@ class Group:
     @property
     def env(self) -> str:
         return self.runs[0].experiment.run.env
+
+
+def short_env(env: str) -> str:
+    """Of an environment in a script, its file without the folders."""
+    return env.rpartition("/")[2] if ".py:" in env else env
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:

@@ -18,6 +18,7 @@ Fortran order ([P, N] in memory, as FastGradient gives them) are used as they ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,12 +26,22 @@ import numpy as np
 from manyhands.errors import ConfigError
 from manyhands.networks.heads import (
     HALF_LOG_2PI,
+    ILLEGAL,
     Bernoulli,
     Categorical,
     DiagonalGaussian,
     MultiCategorical,
 )
 from manyhands.trees import Array
+from manyhands.types import MASK
+
+
+def masked(parameters: Array, observations: Any) -> Array:
+    """As that of networks/heads.py; in place."""
+    if isinstance(observations, dict) and MASK in observations:
+        mask = observations[MASK].reshape(parameters.shape)
+        np.copyto(parameters, ILLEGAL, where=mask == 0)
+    return parameters
 
 
 def sample(head: Any, parameters: Array, rng: np.random.Generator) -> tuple[Array, Array]:
@@ -82,8 +93,15 @@ def _sample_categorical(
     below = np.add.accumulate(np.exp(shifted), axis=1)  # distribution function times its last
     total = below[:, -1:]  # value
     index = np.add.reduce(below <= rng.random((len(logits), 1)) * total, axis=1)
-    logp = shifted[np.arange(len(logits)), index] - np.log(total[:, 0])
+    rows, choices = shifted.shape
+    logp = shifted.take(index + _starts(rows, choices)) - np.log(total[:, 0])
     return (index + head.start if head.start else index), logp
+
+
+@lru_cache(maxsize=64)
+def _starts(rows: int, choices: int) -> Array:
+    """Where each row begins in an array of these dimensions."""
+    return np.arange(0, rows * choices, choices)
 
 
 def _split(head: MultiCategorical, parameters: Array) -> list[Array]:

@@ -30,7 +30,7 @@ from manyhands.errors import ConfigError
 from manyhands.networks.build import ActorCritic
 from manyhands.networks.encoders import DictEncoder, Observations, OneHotEncoder, VectorEncoder
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.numpy.distributions import has_density, sample
+from manyhands.networks.numpy.distributions import has_density, masked, sample
 from manyhands.trees import Array
 from manyhands.types import Acted
 
@@ -55,17 +55,12 @@ class Layer(NamedTuple):
     d_bias: Array = _NOWHERE
 
 
-def _linear(layer: Layer, x: Array, out: Array | None = None) -> Array:
-    y: Array = np.dot(x, layer.weight.T, out=out)
-    y += layer.bias
-    return y
-
-
 def _run(layers: list[Layer], x: Array) -> Array:
-    for layer in layers:
-        x = _linear(layer, x)
-        if layer.activation is not None:
-            layer.activation.apply(x)
+    for weight, bias, activation, _, _ in layers:
+        x = x.dot(weight.T)  # WHY the method: on a few rows np.dot takes a quarter longer
+        x += bias
+        if activation is not None:
+            activation.apply(x)
     return x
 
 
@@ -199,7 +194,7 @@ class FastActor:
         """(distribution parameters [N, P], values [N])."""
         x = self._encode(observations)
         features = _run(self._policy_trunk, x)
-        parameters = self._with_log_std(_run(self._policy_out, features))
+        parameters = self._with_log_std(masked(_run(self._policy_out, features), observations))
         if self._value_trunk is not None:
             features = _run(self._value_trunk, x)
         return parameters, _run(self._value_out, features)[:, 0]
@@ -322,7 +317,8 @@ class _Nets:
         inputs = work.inputs = [x] * self._nets
         for layers, hidden in zip(self._trunk, work.hidden, strict=True):
             for layer, h, out in zip(layers, inputs, hidden.nets, strict=True):
-                _linear(layer, h, out)
+                np.dot(h, layer.weight.T, out=out)
+                out += layer.bias
             assert self._activation is not None
             self._activation.apply(hidden.values)
             inputs = hidden.nets
@@ -386,6 +382,7 @@ class FastGradient(_Nets):
         work.outputs += policy_out.bias[:, None]
         if self._log_std is not None:
             work.log_stds[...] = self._log_std[:, None]
+        masked(work.outputs.T, observations)  # the slopes of impossible actions are then 0
         np.dot(features[-1], value_out.weight[0], out=work.values)
         work.values += value_out.bias
         return work.parameters, work.values
