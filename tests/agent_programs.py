@@ -24,6 +24,10 @@ JOBS: list[list[Any]] = [
     ["dqn", "CartPole-v1", {"steps": 600, **REPLAY}],
     ["ddpg", "Pendulum-v1", {"steps": 600, "learning_starts": 64, "batch_size": 16}],
 ]
+SEVERAL_LEARNERS: list[list[Any]] = [
+    ["impala", "CartPole-v1", {"steps": 400, "rollout_length": 20, "unrolls": 2}],
+    ["dqn", "CartPole-v1", {"steps": 400, **REPLAY}],
+]
 LEAVING: dict[str, dict[str, Any]] = {
     "impala": {}, "dqn": REPLAY, "a2c": {"strategy": "gradient_server"},
 }  # fmt: skip

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import agent_programs
 import programs
 from once import once, shared_folder
 
 from manyhands import launch
 from manyhands.config import build, to_plain
 
-WORKERS = 5
+ROLES, WORKERS = "learner=2,actor=3", 5  # of agents; runs have their own
 Case = tuple[str, dict[str, Any]]  # algorithm and options
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -43,6 +44,15 @@ ASYNC: dict[str, Case] = {
     "impala, two learners": ("impala", SMALL | {"learners": 2, "normalize_observations": True}),
     "a target": ("impala", SMALL | {"num_envs": 4, "target_return": 10.0, "steps": 50_000}),
 }  # fmt: skip
+# The last actor is slowed down a hundred times.
+LAG = SMALL | {
+    "env": "async_programs:slow_cartpole", "num_envs": 4, "rollout_length": 4, "hidden": (8,),
+    "max_lag": 8, "queue": 1, "log_every": 1, "steps": 5_000,
+}  # fmt: skip
+LAGGING: dict[str, Case] = {
+    "actor_learner, one is slow": ("impala", LAG | {"unrolls": 1}),
+    "gradient_server, one is slow": ("a2c", LAG | {"strategy": "gradient_server"}),
+}
 APEX: dict[str, Case] = {
     "dqn": ("dqn", SMALL_REPLAY),
     "dqn, two learners": ("dqn", SMALL_REPLAY | {"num_envs": 6, "learners": 2, "dueling": True}),
@@ -66,7 +76,7 @@ APART = {
     "actor_learner, features": ("impala", "actor_learner", "Features"),
     "apex, features": ("ddpg", "apex", "Features"),
 }
-RUNS: dict[str, Case] = ASYNC | APEX
+RUNS: dict[str, Case] = ASYNC | LAGGING | APEX
 RUNS |= {name: (case[0], with_own_network(*case)) for name, case in APART.items()}
 
 # What differs little from what runs there anyway is for the slow tests.
@@ -74,7 +84,7 @@ SLOW = {
     "local": [name for name, case in APART.items() if case[2] == "Features"],
     "ray": ["impala, two learners", "dqn, two learners", *APART],
 }
-NEVER = {"local": ["dqn"], "ray": ["a target", "ddpg"]}
+NEVER = {"local": ["dqn"], "ray": ["a target", "ddpg", *LAGGING]}
 
 
 def names(engine: str, slow: bool) -> list[str]:
@@ -153,7 +163,8 @@ def five_workers(engine: str, slow: bool) -> list[dict[str, Any]]:
     plan: list[list[Any]] = [["trained", "five_workers:train_all", cases]]
     if engine == "local" and not slow:
         plan += [case.program(WORKERS - 1) for case in APPLIED + OLD if not case.slow]
-    return launch(programs.suite, plan, workers=WORKERS, engine=engine, timeout=60)
+        plan.append(["learners", "agent_programs:in_roles", agent_programs.SEVERAL_LEARNERS])
+    return launch(programs.suite, plan, roles=ROLES, engine=engine, timeout=60)
 
 
 def train_all(cases: list[dict[str, Any]]) -> None:
