@@ -20,6 +20,7 @@ COMMANDS = {
     "video": "film a trained policy",
     "plot": "learning curves of one or many runs",
     "report": "one HTML page about a run: curves, times, pictures, configuration",
+    "watch": "a page in the browser about runs that go on: curves, workers, events",
     "launch": "run your own script on N workers",
     "doctor": "say what works on this machine, with a two-worker test of each engine",
     "support": "what runs with what: algorithms, strategies, engines",
@@ -27,7 +28,7 @@ COMMANDS = {
 }
 # Where a command is, if not in a file of its own name
 _FILES = {"resume": "train", "support": "doctor"} | dict.fromkeys(
-    ("evaluate", "video", "plot", "report"), "view"
+    ("evaluate", "video", "plot", "report", "watch"), "view"
 )
 
 HELP = """manyhands: run a reinforcement-learning job on everything you have
