@@ -39,7 +39,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from manyhands import config, threads, trees
+from manyhands import config, devices, trees
 from manyhands.algorithms.registry import spec_of
 from manyhands.config import Experiment, RunConfig, build, nearest, save_toml, validate
 from manyhands.engines import calls
@@ -139,7 +139,7 @@ class Agent:
         self._until_closed = ExitStack()
         if plan.alone:
             worker: Any = World(1, timeout_from(None)).workers[0]
-            self._until_closed.enter_context(threads.one_thread())
+            self._until_closed.enter_context(devices.one_thread())
         else:
             worker = _Named(plan.worker)
         self._context = _Context(experiment, worker, self._envs)

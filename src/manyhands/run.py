@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manyhands import devices, seeding, streams, threads
+from manyhands import devices, seeding, streams
 from manyhands.config import (
     Experiment,
     RunConfig,
@@ -32,8 +32,7 @@ from manyhands.engines.launch import Job
 from manyhands.engines.launch import run as run_job
 from manyhands.errors import ConfigError, Stopped, WorkerError
 from manyhands.experiment import checkpoint
-from manyhands.experiment.folder import RunFolder, default_run_dir
-from manyhands.experiment.lock import RunLock
+from manyhands.experiment.folder import RunFolder, RunLock, default_run_dir
 
 # What may be another in a resumed run: nothing here changes what a stored state means.
 RESUME_OPTIONS = (
@@ -344,10 +343,10 @@ def _start_inline(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dict
     run = from_plain(plain).run
 
     def work() -> dict[str, Any]:
-        threads.one_thread_here()
+        devices.one_thread_here()
         return train_worker(plain, resumed)
 
-    with stopping.SoftStop() as soft, soft.named(), threads.one_thread():
+    with stopping.SoftStop() as soft, soft.named(), devices.one_thread():
         summary: dict[str, Any] = inline.run(work, run.workers, run.timeout, run.roles)[0]
     return summary
 
@@ -363,7 +362,7 @@ def _join_workers(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dict
             soft = stopping.SoftStop(joined=True, speaks=joined.is_main())
             stack.enter_context(soft)
             stack.enter_context(soft.named())
-            stack.enter_context(threads.one_thread())
+            stack.enter_context(devices.one_thread())
         summary = train_worker(plain, resumed)
     decided: dict[str, Any] = joined.main_decides(group, lambda: summary)
     return decided

@@ -35,8 +35,7 @@ from manyhands.cli.main import main
 from manyhands.config import build
 from manyhands.errors import ConfigError, WorkerError
 from manyhands.experiment import checkpoint
-from manyhands.experiment.folder import RunFolder
-from manyhands.experiment.lock import RunLock
+from manyhands.experiment.folder import RunFolder, RunLock
 from manyhands.run import resume, train
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]

@@ -23,7 +23,7 @@ from resume_programs import check_same
 from manyhands.errors import ConfigError
 from manyhands.experiment import checkpoint
 from manyhands.experiment.checkpoint import Damaged, difference, load, newest, pack, save, unpack
-from manyhands.experiment.lock import RunLock
+from manyhands.experiment.folder import RunLock
 from manyhands.experiment.metrics import cut_lines
 
 FILES = (checkpoint.ARRAYS, checkpoint.STATE, checkpoint.MANIFEST)
@@ -348,7 +348,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         pass
     assert f"process {os.getpid()} on {socket.gethostname()}" in str(error.value)
     assert not (tmp_path / ".lock").exists()
-    hold = f"from manyhands.experiment.lock import RunLock\nwith RunLock({str(tmp_path)!r}):\n"
+    hold = f"from manyhands.experiment.folder import RunLock\nwith RunLock({str(tmp_path)!r}):\n"
     with subprocess.Popen(
         [sys.executable, "-c", hold + "  print('in', flush=True); input()"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -373,7 +373,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     ],
 )
 def test_stale_locks_are_seen(says: dict[str, str], free: bool, tmp_path: Path) -> None:
-    from manyhands.experiment import lock
+    from manyhands.experiment import folder as lock
 
     parent = os.getppid()
     told = lock._me() | {"pid": parent, "started": lock._started(parent)} | says

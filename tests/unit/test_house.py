@@ -31,9 +31,9 @@ BY_STRATEGY = {"strategies", "bench"}
 
 # Looked up by name, in modules that are imported by name: who does.
 BY_NAME = {
-    "manyhands.bench.*.add_options": "cli/bench.py",
-    "manyhands.bench.*.measure": "cli/bench.py",
-    "manyhands.bench.*.table": "cli/bench.py",
+    "manyhands.bench.*.add_options": "bench/__init__.py",
+    "manyhands.bench.*.measure": "bench/__init__.py",
+    "manyhands.bench.*.table": "bench/__init__.py",
     "manyhands.engines.*.attach": "engines/attach.py",
     "manyhands.terminal.Relay.writelines": "whatever the user's program does with sys.stdout",
     "*._repr_html_": "notebooks",

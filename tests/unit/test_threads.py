@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from manyhands.threads import VARIABLES
+from manyhands.devices import THREAD_VARIABLES as VARIABLES
 
 pytestmark = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="on one core nothing has a second thread"

@@ -22,9 +22,8 @@ from browser import needs_browser, open_page
 from manyhands.cli.main import main
 from manyhands.config import build
 from manyhands.experiment.folder import RunFolder
-from manyhands.viewing import follow
-from manyhands.viewing.follow import POINTS, Followed, Series, Tail
-from manyhands.viewing.watch import Watcher
+from manyhands.viewing import watch as follow
+from manyhands.viewing.watch import POINTS, Followed, Series, Tail, Watcher
 
 
 def record(i: int, slope: float = 1.0) -> dict[str, Any]:

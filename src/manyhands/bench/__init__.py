@@ -12,8 +12,11 @@ Files that begin with an underscore are shared tools.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib
+import json
+import os
 import pkgutil
 from argparse import ArgumentParser, Namespace
 from typing import Any, Protocol
@@ -53,3 +56,45 @@ def summary(name: str) -> str:
 
 
 _LIST = "type: manyhands bench --help"
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+HELP = """usage: manyhands bench NAME [--json FILE] [options of NAME]
+
+Measure speeds on this machine. `manyhands bench NAME --help` explains each:
+
+{rows}
+"""
+
+
+def bench(argv: list[str]) -> int:
+    """0 also when a claim fails: a benchmark reports, it does not judge the machine."""
+    if argv and argv[0] not in ("-h", "--help"):
+        return _run(argv[0], argv[1:])
+    print(HELP.format(rows="\n".join(f"  {n:<12} {summary(n)}" for n in names())))
+    return 0 if argv else 2
+
+
+def _run(name: str, argv: list[str]) -> int:
+    benchmark = find(name)
+    parser = argparse.ArgumentParser(
+        prog=f"manyhands bench {name}",
+        description=benchmark.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", metavar="FILE", help="write what was measured to this file too")
+    benchmark.add_options(parser)
+    options = parser.parse_args(argv)
+    if options.json:  # before minutes of measuring, not after
+        folder = os.path.dirname(os.path.abspath(options.json))
+        if not os.path.isdir(folder):
+            raise ConfigError(f"--json {options.json}: there is no folder {folder}")
+    facts = benchmark.measure(options)
+    print("\n".join(benchmark.table(facts)))
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(facts, file, indent=2, ensure_ascii=False)
+            file.write("\n")
+        print(f"written to {options.json}")
+    return 0

@@ -10,7 +10,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from manyhands import __version__, threads
+from manyhands import __version__, devices
 from manyhands.errors import ConfigError, ManyhandsError, Stopped, WorkerError
 
 COMMANDS = {
@@ -29,11 +29,11 @@ COMMANDS = {
     "bench": "measure speeds on this machine",
     "completion": "commands and options by the Tab key, in bash and zsh",
 }
-# Where a command is, if not in a file of its own name
+# Where a command is, if not in a file of its own name in cli/
 _FILES = (
-    {"resume": "train"}
-    | dict.fromkeys(("evaluate", "video", "plot", "report", "watch"), "view")
-    | dict.fromkeys(("support", "recipes", "examples", "completion"), "doctor")
+    {"resume": "manyhands.cli.train", "bench": "manyhands.bench"}
+    | dict.fromkeys(("evaluate", "video", "plot", "report", "watch"), "manyhands.cli.view")
+    | dict.fromkeys(("support", "recipes", "examples", "completion"), "manyhands.cli.doctor")
 )
 
 HELP = """manyhands: run a reinforcement-learning job on everything you have
@@ -136,7 +136,7 @@ def _answer(words: list[str]) -> int:
     if words[0] in ("train", "resume"):
         # Before numpy is imported: the inline engine learns in this very process, and on small
         # networks a second BLAS thread costs more than it brings.
-        for name in threads.VARIABLES:
+        for name in devices.THREAD_VARIABLES:
             os.environ.setdefault(name, "1")
     return _run(words[0], words[1:])
 
@@ -149,7 +149,7 @@ def _run(command: str, argv: list[str]) -> int:
     with contextlib.suppress(FileNotFoundError):  # of a shell whose folder was removed
         if os.getcwd() not in sys.path:  # for what is one's own, as `python -m` has it
             sys.path.append(os.getcwd())
-    module = importlib.import_module(f"manyhands.cli.{_FILES.get(command, command)}")
+    module = importlib.import_module(_FILES.get(command, f"manyhands.cli.{command}"))
     code: int = getattr(module, command)(argv)
     return code
 

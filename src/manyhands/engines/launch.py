@@ -15,7 +15,6 @@ from typing import Any
 
 from manyhands import devices, wire
 from manyhands import roles as parts
-from manyhands import threads as threads_of
 from manyhands.engines import calls, inline, stopping
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
 from manyhands.engines.shared import DONE, Board, Segment
@@ -130,7 +129,7 @@ def _environment(job: Job, board: Board) -> dict[str, str]:
     env = dict(os.environ)
     for name in _FOREIGN:
         env.pop(name, None)
-    for name in threads_of.VARIABLES:
+    for name in devices.THREAD_VARIABLES:
         if job.threads or name not in os.environ:
             env[name] = str(threads)
     for name in (parts.VARIABLE, "MANYHANDS_RESTARTS"):
@@ -280,7 +279,7 @@ def _run_ray(job: Job) -> list[Any]:
     board = Board(job.workers)
     env = {k: v for k, v in _environment(job, board).items() if k.startswith("MANYHANDS_")}
     threads = job.threads or threads_per_worker(job.workers, job.call)
-    env |= dict.fromkeys(threads_of.VARIABLES, str(threads))
+    env |= dict.fromkeys(devices.THREAD_VARIABLES, str(threads))
     script = os.path.abspath(job.script) if job.script else ""
     try:
         return _ray_asked_first(job, board, env, script)

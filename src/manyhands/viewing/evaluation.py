@@ -18,6 +18,7 @@ from gymnasium.vector import VectorEnv
 
 from manyhands import seeding, streams
 from manyhands.config import Experiment
+from manyhands.devices import one_thread
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import DictRows
 from manyhands.envs.registry import env_factory, is_atari, resolve
@@ -26,7 +27,6 @@ from manyhands.errors import ConfigError
 from manyhands.networks.encoders import has_image
 from manyhands.policy import Policy, load
 from manyhands.streams import OwnChance
-from manyhands.threads import one_thread
 
 NUM_ENVS = 8  # side by side: the network's cost is shared, and it need not divide the episodes
 BRANCH = "evaluate"

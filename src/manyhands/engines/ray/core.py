@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from manyhands import threads, wire
+from manyhands import devices, wire
 from manyhands.engines import process
 from manyhands.engines.process import alive
 from manyhands.engines.ray import CLIENT, START_SECONDS
@@ -57,7 +57,7 @@ def run(*, workers: int, run_worker: str, payload: dict[str, Any], timeout: floa
     """
     caps = str(max(1, int(cpus_per_worker)))
     env = {
-        **{n: os.environ.get(n, caps) for n in threads.VARIABLES},
+        **{n: os.environ.get(n, caps) for n in devices.THREAD_VARIABLES},
         "MANYHANDS_TIMEOUT": f"{timeout:g}",
         **env,
     }
