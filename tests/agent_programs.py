@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import time
 from typing import Any
 
 import gymnasium
@@ -14,6 +15,22 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from manyhands import Agent, Parallel, seeding
 
 SEED = 5
+PPO = {"rollout_length": 32, "minibatch": 32, "epochs": 2, "normalize_observations": True}
+REPLAY = {"learning_starts": 64, "batch_size": 16, "epsilon_steps": 200}
+# Algorithm, environment and options of those that have roles.
+JOBS: list[list[Any]] = [
+    ["a2c", "CartPole-v1", {"strategy": "gradient_server", "steps": 400}],
+    ["impala", "CartPole-v1", {"steps": 600, "rollout_length": 20}],
+    ["dqn", "CartPole-v1", {"steps": 600, **REPLAY}],
+    ["ddpg", "Pendulum-v1", {"steps": 600, "learning_starts": 64, "batch_size": 16}],
+]
+SEVERAL_LEARNERS: list[list[Any]] = [
+    ["impala", "CartPole-v1", {"steps": 400, "rollout_length": 20, "unrolls": 2}],
+    ["dqn", "CartPole-v1", {"steps": 400, **REPLAY}],
+]
+LEAVING: dict[str, dict[str, Any]] = {
+    "impala": {}, "dqn": REPLAY, "a2c": {"strategy": "gradient_server"},
+}  # fmt: skip
 
 
 def vector(
@@ -95,13 +112,14 @@ def actors_leave(algorithm: str, most: int, options: dict[str, Any]) -> dict[str
     """Those that act have loops of a fixed length; the learner goes on until they are gone."""
     par = Parallel()
     envs = vector(count=2)
+    began = time.perf_counter()
     with Agent(algorithm, envs, par=par, seed=SEED, **options) as agent:
         if agent.acts:
             play(agent, envs, first=2 * par.rank, most=most)
             return {"version": agent.version}
         while not agent.done:
             agent.update()
-        return {"version": agent.version}
+        return {"version": agent.version, "seconds": time.perf_counter() - began}
 
 
 def dies(algorithm: str, role: str, options: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import agent_programs
 import programs
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -43,6 +44,8 @@ def plan(engine: str) -> list[list[Any]]:
         found += parts(engine)
     else:
         found.append(["not there", "part_programs:not_there"])
+    if engine == "local":
+        found += agents()
     if engine in ("inline", "local"):
         found.append(["debug", "programs:debug_sites"])  # last: from then on all calls are traced
     return found
@@ -68,6 +71,16 @@ def parts(engine: str) -> list[list[Any]]:
     if engine != "inline":  # where a call is a call: nothing to wait for
         # Last, since the call that nobody waits for goes on for a while.
         found.append(["service deadline", "part_programs:service_deadline"])
+    return found
+
+
+def agents() -> list[list[Any]]:
+    """Agents in the loops of users."""
+    found: list[list[Any]] = [["agents", "agent_programs:in_roles", agent_programs.JOBS]]
+    for algorithm, options in agent_programs.LEAVING.items():
+        found.append(
+            [f"{algorithm} is left", "agent_programs:actors_leave", algorithm, 200, options]
+        )
     return found
 
 

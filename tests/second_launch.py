@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import agent_programs
 import programs
 import resume_programs
 from once import once, shared_folder
@@ -32,6 +33,9 @@ def second_launch(engine: str) -> list[dict[str, Any]]:
     """What each worker answers to each program. Runs are left in folders (`left_by`)."""
     folder = shared_folder() / f"second-{engine}"
     plan: list[list[Any]] = [["ways", "programs:train_all_ways", *WAYS]]
+    if engine != "inline":
+        options = agent_programs.PPO | {"steps": 600}
+        plan.append(["agents", "agent_programs:together", "ppo", 2, options])
     if engine == "local":
         plan += [[f"learners, {n}", "async_programs:learn_from_the_same", n, 2]
                  for n in LEARNER_UPDATES]  # fmt: skip

@@ -271,6 +271,7 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
         threads=torch.get_num_threads(),
         device=devices.described([devices.Seat(*one) for one in seats]),
         resumed=state and state["records"],
+        peers=worker.peers,
         notes=resumed["notes"] if resumed else (),
     )
     progress = RunProgress(context, records, state)

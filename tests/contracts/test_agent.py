@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,12 @@ import agent_programs as programs
 import gymnasium
 import numpy as np
 import pytest
+import second_launch
 import torch
-from conftest import engine_params
+from agent_programs import JOBS, LEAVING, REPLAY
+from answers import answers
+from conftest import PROCESS_ENGINES, engine_params
+from five_workers import five_workers
 from torch import nn
 
 import manyhands as mh
@@ -21,9 +24,8 @@ from manyhands.viewing.evaluation import evaluate
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
-REPLAY = {"learning_starts": 64, "batch_size": 16, "epsilon_steps": 200}
 SMALL: dict[str, dict[str, Any]] = {
-    "ppo": {"rollout_length": 32, "minibatch": 32, "epochs": 2, "normalize_observations": True},
+    "ppo": programs.PPO,
     "a2c": {"rollout_length": 8},
     "trpo": {"rollout_length": 32, "normalize_observations": True},
     "impala": {"rollout_length": 10, "unrolls": 2},
@@ -201,31 +203,25 @@ def test_the_users_own_generators_and_threads_stay_as_they_are(
 # -- with others -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", engine_params("local", "mpi", "ray", "torch", slow="ray"))
+@pytest.mark.parametrize("engine", PROCESS_ENGINES)
 def test_replicas_are_equal_and_those_of_train(engine: str, tmp_path: Path) -> None:
-    options = SMALL["ppo"] | {"steps": 600}
-    found = launch(programs.together, "ppo", 2, options, workers=2, engine=engine)
+    found = second_launch.answers_of(engine, "agents")
     assert found[0]["weights"] == found[1]["weights"]
     assert found[0]["updates"] == found[1]["updates"] > 2
     if engine == "local":
-        trained("ppo", tmp_path / "train", "NEXT_STEP", SMALL["ppo"], workers=2)
+        trained("ppo", tmp_path / "train", "NEXT_STEP", programs.PPO, workers=2)
         policy = mh.load(tmp_path / "train")
         weights = b"".join(w.numpy().tobytes() for w in policy.model.state_dict().values())
         assert hashlib.sha256(weights).hexdigest() == found[0]["weights"]
 
 
-JOBS: list[list[Any]] = [
-    ["a2c", "CartPole-v1", {"strategy": "gradient_server", "steps": 400}],
-    ["impala", "CartPole-v1", {"steps": 600, "rollout_length": 20}],
-    ["dqn", "CartPole-v1", {"steps": 600, **REPLAY}],
-    ["ddpg", "Pendulum-v1", {"steps": 600, "learning_starts": 64, "batch_size": 16}],
-]
-
-
 @pytest.mark.parametrize("engine", engine_params("inline", "local", "ray", slow="ray"))
 def test_the_same_loop_in_every_role(engine: str) -> None:
-    """Learner or server, and two that act: all of them run the same lines, and all of them end."""
-    found = launch(programs.in_roles, JOBS, workers=3, engine=engine, timeout=60)
+    """Learner or server, and two that act: all run the same lines, and all of them end."""
+    if engine == "local":
+        found = answers(engine, "agents")
+    else:
+        found = launch(programs.in_roles, JOBS, workers=3, engine=engine, timeout=60)
     for job, (algorithm, _, options) in enumerate(JOBS):
         main, *acting = [worker[job] for worker in found]
         assert main["role"] == ("server" if algorithm == "a2c" else "learner")
@@ -241,24 +237,18 @@ def test_the_same_loop_in_every_role(engine: str) -> None:
 
 
 def test_several_learners() -> None:
-    jobs = [
-        ["impala", "CartPole-v1", {"steps": 400, "rollout_length": 20}],
-        ["dqn", "CartPole-v1", {"steps": 400, **REPLAY}],
-    ]
-    found = launch(programs.in_roles, jobs, roles="learner=2,actor=2", timeout=60)
+    found = [answer["learners"] for answer in five_workers("local", False)]
     for job in range(2):
-        assert [worker[job]["role"] for worker in found] == ["learner", "learner", "actor", "actor"]
+        roles = [worker[job]["role"] for worker in found]
+        assert roles == ["learner", "learner", "actor", "actor", "actor"]
         assert found[0][job]["version"] == found[1][job]["version"] > 1
 
 
-@pytest.mark.parametrize("algorithm", ["impala", "dqn", "a2c"])
+@pytest.mark.parametrize("algorithm", LEAVING)
 def test_a_learner_ends_when_those_that_act_have_left(algorithm: str) -> None:
-    options: dict[str, Any] = {"strategy": "gradient_server"} if algorithm == "a2c" else {}
-    options |= REPLAY if algorithm == "dqn" else {}
-    began = time.perf_counter()
-    found = launch(programs.actors_leave, algorithm, 200, options, workers=3, timeout=120)
-    assert found[0]["version"] > 0
-    assert time.perf_counter() - began < 100  # it did not wait for the deadline
+    learner = answers("local", f"{algorithm} is left")[0]
+    assert learner["version"] > 0
+    assert learner["seconds"] < 50  # it did not wait for the deadline
 
 
 @pytest.mark.parametrize(("algorithm", "role"), [("impala", "actor"), ("dqn", "learner")])
@@ -340,4 +330,4 @@ def test_wrong_shapes() -> None:
 )
 def test_workers_that_disagree(what: str, roles: str, words: str) -> None:
     with pytest.raises(WorkerError, match=words):
-        launch(programs.disagree, what, workers=2, roles=roles)
+        launch(programs.disagree, what, workers=2, roles=roles, engine="inline")

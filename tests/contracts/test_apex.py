@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import five_workers
 import numpy as np
 import pytest
 from conftest import PART_ENGINES
+from five_workers import SMALL_REPLAY
 from gymnasium.spaces import Box, Discrete
 from safetensors.numpy import load_file
 
@@ -25,11 +27,7 @@ from manyhands.strategies.apex import learner as apex
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
-SMALL: dict[str, Any] = {
-    "env": "CartPole-v1", "num_envs": 4, "steps": 1200, "quiet": True, "tensorboard": False,
-    "timeout": 60.0, "hidden": (16, 16), "learning_starts": 200, "batch_size": 32, "workers": 3,
-    "updates_per_step": 0.25, "rollout_length": 16,
-}  # fmt: skip
+SMALL = SMALL_REPLAY | {"workers": 3}
 CASES: dict[str, dict[str, Any]] = {
     "dqn": {"algorithm": "dqn"},
     "dqn, two learners": {"algorithm": "dqn", "workers": 4, "learners": 2, "dueling": True},
@@ -46,9 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
         "box_actions": "scale", "noise_spread": 0.3,
     },
 }  # fmt: skip
-# They take long to start.
+# Where one launch has them all.
 FEW = {"local": ("dqn, two learners", "ddpg"), "ray": ("dqn", "dqn, two learners")}
-SLOW = {("ray", "dqn, two learners")}
 
 
 def train(name: str, folder: Path, **more: Any) -> Any:
@@ -66,7 +63,7 @@ def cases() -> list[Any]:
         name = engine.values[0]  # type: ignore[attr-defined]
         for case in CASES if name == "inline" else FEW[name]:
             marks = list(engine.marks)  # type: ignore[attr-defined]
-            if (name, case) in SLOW:
+            if name != "inline" and case in five_workers.SLOW[name]:
                 marks.append(pytest.mark.slow)
             found.append(pytest.param(case, name, marks=marks, id=f"{name}-{case}"))
     return found
@@ -74,8 +71,12 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("case", "engine"), cases())
 def test_trains_and_leaves_its_folder(case: str, engine: str, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    summary = train(case, folder, engine=engine).summary
+    if engine == "inline":
+        folder = tmp_path / "run"
+        summary = train(case, folder, engine=engine).summary
+    else:
+        folder = five_workers.folder_of(engine, case)
+        summary = json.loads((folder / "summary.json").read_text())
     assert set(summary) == set(SUMMARY)
     assert summary["exit"] == "finished"
     assert summary["env_steps"] >= 1200

@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import five_workers
 import numpy as np
 import pytest
 from conftest import PART_ENGINES
+from five_workers import SMALL
 from safetensors.numpy import load_file
 
 import manyhands as mh
@@ -17,10 +19,6 @@ from manyhands.experiment.folder import SUMMARY
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
-SMALL: dict[str, Any] = {
-    "env": "CartPole-v1", "num_envs": 6, "rollout_length": 16, "steps": 3000, "quiet": True,
-    "tensorboard": False, "timeout": 60.0,
-}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "a3c": {"algorithm": "a2c", "strategy": "gradient_server", "workers": 3},
     "a3c, four pushes": {
@@ -41,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "impala, continuous": {"algorithm": "impala", "workers": 3, "env": "Pendulum-v1"},
     "impala, shared network": {"algorithm": "impala", "workers": 3, "shared_network": True},
 }  # fmt: skip
-FEW = ("a3c, two levels", "impala, two learners")  # for engines that take long to start
+FEW = ("a3c, two levels", "impala, two learners")  # where one launch has them all
 
 
 def train(name: str, folder: Path, **more: Any) -> mh.run.Result:  # type: ignore[name-defined]
@@ -55,7 +53,7 @@ def cases() -> list[Any]:
         name = engine.values[0]  # type: ignore[attr-defined]
         for case in CASES if name == "inline" else FEW:
             marks = [*engine.marks]  # type: ignore[attr-defined]
-            if name == "ray" and case != FEW[0]:
+            if name != "inline" and case in five_workers.SLOW[name]:
                 marks.append(pytest.mark.slow)
             found.append(pytest.param(case, name, marks=marks, id=f"{name}-{case}"))
     return found
@@ -63,10 +61,12 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("case", "engine"), cases())
 def test_trains_and_leaves_its_folder(case: str, engine: str, tmp_path: Path) -> None:
-    # Processes take long to start: two that act are enough for two reducers.
-    fewer = {"workers": 5} if "two levels" in case and engine != "inline" else {}
-    result = train(case, tmp_path / "run", engine=engine, **fewer)
-    summary = result.summary
+    if engine == "inline":
+        folder = tmp_path / "run"
+        summary = train(case, folder, engine=engine).summary
+    else:
+        folder = five_workers.folder_of(engine, case)
+        summary = json.loads((folder / "summary.json").read_text())
     assert set(summary) == set(SUMMARY)
     assert summary["exit"] == "finished"
     assert summary["env_steps"] >= 3000
@@ -74,16 +74,14 @@ def test_trains_and_leaves_its_folder(case: str, engine: str, tmp_path: Path) ->
     assert summary["restarts"] == 0
     phases = set(summary["phase_seconds"])
     assert {"rollout", "optimisation", "waiting for data", "waiting for room"} <= phases
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     for record in records:
         assert 0 <= record["lag_min"] <= record["lag_mean"] <= record["lag_max"] <= 20
         assert 0 <= record["queue_fill"] <= 1
     assert summary["lost_fragments"] == records[-1]["refused"]
-    assert all(
-        np.isfinite(w).all() for w in load_file(tmp_path / "run/policy.safetensors").values()
-    )
+    assert all(np.isfinite(w).all() for w in load_file(folder / "policy.safetensors").values())
     observation = np.zeros(3 if "continuous" in case else 4, np.float32)
-    assert mh.load(tmp_path / "run").act(observation) is not None
+    assert mh.load(folder).act(observation) is not None
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -106,10 +104,10 @@ def test_a_run_is_gone_on_with(tmp_path: Path) -> None:
     assert second.summary["updates"] > first.summary["updates"] == before
 
 
-def test_a_target_ends_a_run_for_all(tmp_path: Path) -> None:
-    result = train("impala", tmp_path / "run", engine="local", target_return=10.0, steps=50_000)
-    assert result.solved
-    assert result.summary["env_steps"] < 50_000
+def test_a_target_ends_a_run_for_all() -> None:
+    summary = json.loads((five_workers.folder_of("local", "a target") / "summary.json").read_text())
+    assert summary["solved"]
+    assert summary["env_steps"] < 50_000
 
 
 def test_a_reward_at_the_very_end_is_learned(tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import five_workers
 import numpy as np
 import own_networks
 import pytest
 import torch
 from conftest import PART_ENGINES_RAY_LATER, PROCESS_ENGINES
+from five_workers import APART
 from own_networks import SPACES
 from training_programs import OWN_NETWORKS, folder_of, read_run
 
@@ -126,15 +129,6 @@ def test_a_constant_number_of_rows_is_not_exported_in_silence(name: str, tmp_pat
 
 # -- every strategy, every engine ------------------------------------------------------------------
 
-APART = {
-    "gradient_server, policy and value": ("a2c", "gradient_server", "PolicyValue"),
-    "actor_learner, policy and value": ("impala", "actor_learner", "PolicyValue"),
-    "apex, Q values": ("dqn", "apex", "QValues"),
-    "gradient_server, features": ("a2c", "gradient_server", "Features"),
-    "actor_learner, features": ("impala", "actor_learner", "Features"),
-    "apex, features": ("ddpg", "apex", "Features"),
-}
-
 
 @pytest.mark.parametrize("engine", PROCESS_ENGINES)
 def test_every_engine_learns_the_same(engine: str) -> None:
@@ -150,9 +144,9 @@ def cells_apart() -> list[Any]:
     found = []
     for engine in PART_ENGINES_RAY_LATER:
         name = engine.values[0]  # type: ignore[attr-defined]
-        for case, (_, _, network) in APART.items():
+        for case in APART:
             marks = list(engine.marks)  # type: ignore[attr-defined]
-            if name == "local" and network == "Features":  # a launch each
+            if name == "local" and case in five_workers.SLOW[name]:
                 marks.append(pytest.mark.slow)
             found.append(pytest.param(name, case, marks=marks, id=f"{name}-{case}"))
     return found
@@ -160,13 +154,14 @@ def cells_apart() -> list[Any]:
 
 @pytest.mark.parametrize(("engine", "case"), cells_apart())
 def test_those_that_wait_for_nobody(engine: str, case: str, tmp_path: Path) -> None:
-    algorithm, strategy, network = APART[case]
-    # Where workers do not take turns: enough that all have acted before the first is done.
-    steps = 300 if engine == "inline" else 1500
-    run = train(algorithm, "vector", tmp_path / "run", steps, strategy=strategy, workers=3,
-                engine=engine, network=f"own_networks:{network}")  # fmt: skip
-    assert run.summary["updates"] >= 3
-    assert mh.load(run.run_dir).act(np.zeros(3, np.float32)) is not None
+    if engine == "inline":
+        folder, options = tmp_path / "run", five_workers.with_own_network(*APART[case])
+        options |= {"workers": 3, "steps": 300, "engine": engine, "run_dir": str(folder)}
+        mh.train(APART[case][0], **options)
+    else:
+        folder = five_workers.folder_of(engine, case)
+    assert json.loads((folder / "summary.json").read_text())["updates"] >= 3
+    assert mh.load(folder).act(np.zeros(3, np.float32)) is not None
 
 
 def test_a_memory_behind_it(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def alone() -> str:
 def launched(again: bool = False) -> str:
     """What both forms print with two workers; `again` tells two launches of the same apart."""
     with tempfile.TemporaryDirectory() as folder:
-        return run([*LAUNCH, *in_turn(Path(folder), AFTER, 12)])
+        return run([*LAUNCH, *in_turn(Path(folder), AFTER, 4)])
 
 
 @functools.cache
@@ -158,7 +158,7 @@ def test_with_one_worker_both_forms_are_one_program() -> None:
 
 @pytest.mark.parametrize("name", AFTER)
 def test_manyhands_launch(name: str) -> None:
-    shows_update(12, name, launched(), 2)
+    shows_update(4, name, launched(), 2)
 
 
 @pytest.mark.parametrize("name", AFTER)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import async_programs
+import five_workers
 import numpy as np
 import programs
 import pytest
+from five_workers import APPLIED, OLD, Pushes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,41 +89,6 @@ def test_wrong_use_is_said() -> None:
         reducer.offer(np.ones(2), 0, 0)
 
 
-MAX_LAG = 4
-
-
-@dataclass(frozen=True)
-class Pushes:
-    """How often the workers push in all, and how it is added up."""
-
-    count: int
-    levels: int  # with two, two of those that push add up for the others
-    reduce: str
-    lag: bool = False  # workers pull only now and then: what is too old is refused
-
-    @property
-    def together(self) -> int:
-        """Pushes that make an update."""
-        return 1 if self.lag and self.levels == 1 else 4
-
-    @property
-    def slow(self) -> bool:
-        return self.count == 10_000
-
-    @property
-    def name(self) -> str:
-        return f"{self.count} {'old ' * self.lag}{self.reduce}, levels {self.levels}"
-
-
-APPLIED = [
-    Pushes(count, levels, reduce)
-    for count in (1_000, 10_000)
-    for levels in (1, 2)
-    for reduce in ("mean", "sum")
-]
-OLD = [Pushes(count, levels, "sum", lag=True) for count in (1_600, 10_000) for levels in (1, 2)]
-
-
 def pushes(cases: list[Pushes]) -> list[Any]:
     """Ten thousand of them as a slow test."""
     return [
@@ -132,21 +98,16 @@ def pushes(cases: list[Pushes]) -> list[Any]:
 
 def acting(engine: str, slow: bool) -> int:
     """Workers that push; one more owns the model. Nine processes take long to start."""
-    return 4 if engine == "local" and not slow else 8
+    return five_workers.WORKERS - 1 if engine == "local" and not slow else 8
 
 
 @functools.cache
 def all_told(engine: str, slow: bool) -> list[dict[str, Any]]:
     """What each worker tells of each case, in one launch."""
     many = acting(engine, slow)
-    plan = [
-        [
-            case.name, "async_programs:push_many", case.name, case.count // many, case.together,
-            case.reduce, [1, 2] if case.levels == 2 else [], MAX_LAG if case.lag else -1,
-        ]
-        for case in APPLIED + OLD
-        if case.slow == slow
-    ]  # fmt: skip
+    if engine == "local" and not slow:
+        return five_workers.five_workers(engine, slow)
+    plan = [case.program(many) for case in APPLIED + OLD if case.slow == slow]
     return launch(programs.suite, plan, workers=1 + many, engine=engine, timeout=60)
 
 

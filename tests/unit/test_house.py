@@ -37,6 +37,7 @@ BY_NAME = {
     "manyhands.engines.*.attach": "engines/attach.py",
     "manyhands.terminal.Relay.writelines": "whatever the user's program does with sys.stdout",
     "*._repr_html_": "notebooks",
+    "manyhands.viewing.watch._Handler.*": "http.server",
 }
 
 

@@ -7,13 +7,13 @@ import html
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+from browser import needs_browser, open_page
 
 import manyhands as mh
 from manyhands.cli.main import main
@@ -25,12 +25,6 @@ from manyhands.viewing.report_page import Picture, page, table
 from manyhands.viewing.video import Played, play, stage_of
 
 TINY = {"num_envs": 4, "rollout_length": 64, "minibatch": 64, "engine": "inline", "quiet": True}
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
-needs_browser = pytest.mark.skipif(
-    not BROWSER, reason="no Chromium; type: apt-get install chromium"
-)
 
 
 class Silent(gymnasium.Env[Any, Any]):
@@ -268,22 +262,12 @@ def look(path: Path, width: int, folder: Path, *, dark: bool = False) -> tuple[A
     """(what is seen inside the page, lines of the browser's console)."""
     outer = folder / "look.html"
     outer.write_text(LOOK.format(page=path.as_uri(), width=width))
-    flags = [
-        "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
-        "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
-        "--allow-file-access-from-files", "--enable-logging=stderr", "--v=0",
-        f"--user-data-dir={folder / 'profile'}", f"--window-size={width + 100},1000",
-        "--virtual-time-budget=10000", "--dump-dom",
-    ]  # fmt: skip
-    if dark:
-        flags.append("--blink-settings=preferredColorScheme=0")
-    done = subprocess.run(
-        [BROWSER, *flags, outer.as_uri()], capture_output=True, text=True, timeout=90
+    more = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    page_, console = open_page(
+        outer.as_uri(), folder, "--allow-file-access-from-files", *more, width=width + 100
     )
-    shutil.rmtree(folder / "profile", ignore_errors=True)
-    answer = re.search(r'<pre id="found">([^<]*)</pre>', done.stdout)
-    assert answer, f"the page did not load:\n{done.stdout[:2000]}\n{done.stderr[-2000:]}"
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    answer = re.search(r'<pre id="found">([^<]*)</pre>', page_)
+    assert answer, f"the page did not load:\n{page_[:2000]}"
     return json.loads(base64.b64decode(answer.group(1))), console
 
 

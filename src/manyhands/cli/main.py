@@ -20,6 +20,7 @@ COMMANDS = {
     "video": "film a trained policy",
     "plot": "learning curves of one or many runs",
     "report": "one HTML page about a run: curves, times, pictures, configuration",
+    "watch": "a page in the browser about runs that go on: curves, workers, events",
     "launch": "run your own script on N workers",
     "recipes": "tuned runs that come with the package, for `manyhands train --recipe NAME`",
     "examples": "programs that come with the package, to read and to copy",
@@ -31,7 +32,7 @@ COMMANDS = {
 # Where a command is, if not in a file of its own name
 _FILES = (
     {"resume": "train"}
-    | dict.fromkeys(("evaluate", "video", "plot", "report"), "view")
+    | dict.fromkeys(("evaluate", "video", "plot", "report", "watch"), "view")
     | dict.fromkeys(("support", "recipes", "examples", "completion"), "doctor")
 )
 

@@ -1,9 +1,11 @@
-"""`manyhands evaluate`, `video`, `plot`, `report`: look at what a run has left."""
+"""`manyhands evaluate`, `video`, `plot`, `report`, `watch`: look at what a run has left, or at one
+that goes on."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -261,4 +263,42 @@ def report(argv: list[str]) -> int:
 
     path = page.report(options.dirs, options.out, video=not options.no_video).path
     print(f"written to {path} ({path.stat().st_size / 1e6:.2f} MB)")
+    return 0
+
+
+# -- watch -----------------------------------------------------------------------------------------
+
+_WATCH = """Watch runs in a browser while they go on: curves that grow, workers with their heartbeat
+and what they spend their time on, lag and replay, events. Finished runs are shown, too.
+
+The page is served to this machine alone, at an address with a secret in it, until you press Ctrl-C.
+It needs no network, changes nothing in the folders, and costs the training nothing.
+"""
+
+_WATCH_EXAMPLES = """examples:
+  manyhands watch runs/CartPole-v1/ppo-allreduce/1-20250101-120000
+  manyhands watch runs/CartPole-v1/*/*                        several runs in the same charts
+  ssh -L 8123:127.0.0.1:8123 HOST manyhands watch RUN --port 8123 --no-browser
+"""
+
+
+def watch(argv: list[str]) -> int:
+    parser = _parser("watch", _WATCH, _WATCH_EXAMPLES)
+    parser.add_argument("dirs", metavar="DIR", nargs="+", help="folders of runs, finished or not")
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="of the page (default: one that is free)"
+    )
+    parser.add_argument(
+        "--no-browser", action="store_true", help="print the address, and open nothing"
+    )
+    options = parser.parse_args(argv)
+    if not 0 <= options.port < 65536:
+        raise ConfigError(f"--port {options.port}: a number from 0 (any free one) to 65535")
+    from manyhands.viewing.watch import Watcher
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT is ignored where a shell put us behind
+        signal.signal(number, signal.default_int_handler)
+    watcher = Watcher(options.dirs, options.port)
+    print(f"{watcher.url}\nCtrl-C ends it", flush=True)
+    watcher.serve(browser=not options.no_browser)
     return 0

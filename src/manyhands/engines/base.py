@@ -377,6 +377,14 @@ class Worker(ABC):
         """How many workers are there now; None where a run does not outlast one that is gone."""
         return None
 
+    def show(self, look: Callable[[], dict[str, float]]) -> None:  # noqa: B027 (nobody to show to)
+        """Let others see this worker's seconds by phase. `look` is asked from another thread."""
+
+    def peers(self) -> list[dict[str, Any]]:
+        """What is known of each worker now: rank, role, state, seconds since its last heartbeat,
+        where it is, its seconds by phase. Empty where none of it can be known."""
+        return []
+
     def main_has_left(self) -> bool:
         """Whether the main worker is known to have finished: nobody waits for this one any more."""
         return False

@@ -85,7 +85,13 @@ class World:
         self.threads: list[int | None] = [None] * size  # for a watchdog to look into
         self._streams: list[dict[str, Any]] = [{} for _ in range(size)]
         self._main: list[Any] = [None] * size
+        self.looks: list[Callable[[], dict[str, float]] | None] = [None] * size
         self.workers = [InlineWorker(self, rank) for rank in range(size)]
+
+    def state(self, rank: int) -> str:
+        if self._finished[rank]:
+            return "finished"
+        return "running" if self.turn == rank else "waiting"
 
     # -- running -------------------------------------------------------------------------------
 
@@ -283,6 +289,21 @@ class InlineWorker(Worker):
     def _who(self) -> InlineWorker:
         """Whose thread this is. A service's code runs in its caller's, with its owner's handles."""
         return current() or self
+
+    def show(self, look: Callable[[], dict[str, float]]) -> None:
+        self.world.looks[self.place.rank] = look
+
+    def peers(self) -> list[dict[str, Any]]:
+        """All are threads of this process: where one beats, all do."""
+        return [
+            {
+                "rank": rank,
+                "role": self.world.workers[rank].place.role,
+                "state": self.world.state(rank),
+                "phases": {} if look is None else look(),
+            }
+            for rank, look in enumerate(self.world.looks)
+        ]
 
     def close(self) -> None:
         pass  # a thread that returns has left

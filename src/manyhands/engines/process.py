@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -62,6 +63,29 @@ class ProcessWorker(Worker):
     def restarts(self) -> int:
         return int(os.environ.get("MANYHANDS_RESTARTS", "0"))
 
+    def show(self, look: Callable[[], dict[str, float]]) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.look = look
+
+    def peers(self) -> list[dict[str, Any]]:
+        board = self.board
+        if board is None:
+            return []
+        found = []
+        for rank in range(self.place.size):
+            there = board.state(rank) == RUNNING
+            found.append(
+                {
+                    "rank": rank,
+                    "role": board.text(rank, "role"),
+                    "state": _STATES[board.state(rank)],
+                    "beat_age": round(board.beat_age(rank), 2) if there else None,
+                    "where": board.text(rank, "where") if there else "",
+                    "phases": _phases(board.text(rank, "phases")),
+                }
+            )
+        return found
+
     def main_has_left(self) -> bool:
         return self.board is not None and self.board.state(0) == DONE
 
@@ -99,6 +123,16 @@ class ProcessWorker(Worker):
             return me > 0
         failed = [r for r in range(self.place.size) if r != me and board.state(r) == FAILED]
         return any(r < me or not board.secondary(r) for r in failed)
+
+
+_STATES = {EMPTY: "starting", RUNNING: "running", DONE: "finished", FAILED: "failed", DEAD: "dead"}
+
+
+def _phases(text: str) -> dict[str, float]:
+    try:
+        return dict(json.loads(text or "{}"))
+    except ValueError:  # read while it was being written: whoever looks will look again
+        return {}
 
 
 def current() -> ProcessWorker | None:
@@ -204,6 +238,7 @@ class Heartbeat:
 
     def __init__(self, board: Board, rank: int) -> None:
         self._board, self._rank = board, rank
+        self.look: Callable[[], dict[str, float]] | None = None  # seconds by phase
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="manyhands-heartbeat", daemon=True)
@@ -216,6 +251,8 @@ class Heartbeat:
         while not self._stop.wait(_BEAT_SECONDS):
             with contextlib.suppress(Exception):
                 self._board.beat(self._rank, self._where())
+                if self.look is not None:
+                    self._board.set_text(self._rank, "phases", json.dumps(self.look()))
 
     def _where(self) -> str:
         """`train.py:88 in rollout`: the innermost line of the user's own code."""

@@ -131,7 +131,8 @@ _WORDS = 16  # eight-byte words at the head of a page
 _PID, _STATE, _BEAT, _CODE, _SINCE, _SECONDARY, _TURN, _STOP = range(8)
 # (offset, room) of each text on a page
 _TEXTS = {"host": (128, 128), "role": (256, 64), "where": (320, 256), "call": (576, 448),
-          "notes": (1024, 3072), "report": (4096, _PAGE - 4096)}  # fmt: skip
+          "notes": (1024, 3072), "phases": (4096, 1024),
+          "report": (5120, _PAGE - 5120)}  # fmt: skip
 
 
 class Board:

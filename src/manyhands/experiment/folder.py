@@ -6,6 +6,7 @@ episodes.csv     one row a finished episode
 events.jsonl     starts, stops, faults, restarts, checkpoints
 checkpoints/     step-numbered, complete or absent; `manyhands resume` goes on from the newest
 summary.json     how it ended
+live.json        how it is, once a second; only while it runs
 """
 
 from __future__ import annotations
@@ -16,15 +17,23 @@ import importlib.metadata
 import os
 import platform
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from manyhands import __version__
 from manyhands.config import Experiment, holds_a_run, save_toml
 from manyhands.errors import ConfigError
-from manyhands.experiment.metrics import Csv, JsonLines, cut_lines, to_disk, write_json
+from manyhands.experiment.metrics import (
+    Csv,
+    JsonLines,
+    cut_lines,
+    to_disk,
+    to_json,
+    write_json,
+)
 
 EPISODE_COLUMNS = ("global_step", "worker", "env", "return", "length", "wall_seconds")
 
@@ -61,6 +70,7 @@ SUMMARY: dict[str, Any] = {
     "gpu": "",
     "commit": "",
 }
+_LIVE_SECONDS = 1.0
 _ENV_PACKAGES = {"ale_py": "ale-py", "mujoco": "mujoco", "envpool": "envpool", "Box2D": "box2d"}
 
 
@@ -123,6 +133,32 @@ def _commit(folder: Path) -> str:
     return ""
 
 
+class LiveFile:
+    """How a run is right now, written once a second by a thread: when an update takes minutes, or a
+    worker is stuck, it is the only sign. Gone when the run has ended; a killed run leaves it."""
+
+    def __init__(self, path: Path, look: Callable[[], dict[str, Any]]) -> None:
+        self._path, self._look = path, look
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="manyhands-live", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        beside = self._path.with_name(".live.json.tmp")
+        while not self._stop.wait(_LIVE_SECONDS):
+            # A full disk, or records that change while they are read: the next second is another.
+            with contextlib.suppress(Exception):
+                record = {"time": round(time.time(), 3), "pid": os.getpid(), **self._look()}
+                beside.write_text(to_json(record) + "\n", encoding="utf-8")
+                os.replace(beside, self._path)  # no fsync: it is old in a second
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(5.0)
+        for name in ("live.json", ".live.json.tmp"):
+            self._path.with_name(name).unlink(missing_ok=True)
+
+
 class RunFolder:
     """Writes what a run leaves behind. With path None it writes nothing: other workers' folder."""
 
@@ -130,6 +166,7 @@ class RunFolder:
         self.path = None if path is None else Path(path).absolute()
         self._experiment: Experiment | None = None
         self._files: dict[str, Any] = {}
+        self._live: LiveFile | None = None
         self._started = time.time()
         self.lost_rows = 0  # that the disk had no room for
         # Now: at the end of a long run something else may be checked out.
@@ -280,7 +317,14 @@ class RunFolder:
             write_json(self.path / "summary.json", record)
         return record
 
+    def live(self, look: Callable[[], dict[str, Any]]) -> None:
+        """Keep live.json, until the folder is closed."""
+        if self.path is not None:
+            self._live = LiveFile(self.path / "live.json", look)
+
     def close(self) -> None:
+        if self._live is not None:
+            self._live.close()
         for file in self._files.values():
             file.close()
         self._files = {}

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -40,6 +40,7 @@ class Records:
         threads: of each process, for the start table.
         device: who computes where, for the start table.
         resumed: the "records" of the checkpoint that the run goes on from.
+        peers: what is known of each worker now, for whoever watches.
         notes: what is to be said about that checkpoint.
     """
 
@@ -51,6 +52,7 @@ class Records:
         threads: int = 1,
         device: str = "cpu",
         resumed: Mapping[str, Any] | None = None,
+        peers: Callable[[], list[dict[str, Any]]] = list,
         notes: Sequence[str] = (),
     ) -> None:
         run = experiment.run
@@ -59,8 +61,10 @@ class Records:
         before = 0.0 if resumed is None else float(resumed["wall_seconds"])
         self._started = time.perf_counter() - before  # of all processes that worked on the run
         self._kept = self._saved = time.perf_counter()
+        self._peers = peers
         self._resumed_steps = 0 if resumed is None else int(resumed["env_steps"])
         self._last_steps, self._last_time = self._resumed_steps, time.perf_counter()
+        self._last_update = (self._resumed_steps, 0, time.time())  # steps, updates, when
         self.purge_step: int | None = None  # the first step that a resumed run writes anew
         self.checkpoint_failures = 0
         # What --log-info asks for, of the last episodes that had it
@@ -76,6 +80,7 @@ class Records:
             self.purge_step = self._resumed_steps + 1
         if main:
             self._open(resumed, list(notes), device)
+            self.folder.live(self._now)
         plain = to_plain(experiment)
         self._sinks = make_sinks(run, self.folder.path, plain, self.purge_step)
         self.progress = Progress(
@@ -102,6 +107,19 @@ class Records:
         facts = {"env_steps": self._resumed_steps, "steps": run.steps}
         self.folder.event("resume", **where, **facts)
         self.note(notes)
+
+    def _now(self) -> dict[str, Any]:
+        """What live.json says; asked from another thread."""
+        steps, updates, when = self._last_update
+        return {
+            "wall_seconds": round(self.wall_seconds, 2),
+            "env_steps": steps,
+            "update": updates,
+            "update_age": round(time.time() - when, 2),
+            "mean_return": self.returns.mean,
+            "restarts": self.restarts,
+            "workers": self._peers(),
+        }
 
     @property
     def wall_seconds(self) -> float:
@@ -222,6 +240,7 @@ class Records:
         """One update is done."""
         if not self._main:
             return
+        self._last_update = (steps, updates, time.time())
         if self.due(updates):
             now = time.perf_counter()
             speed = (steps - self._last_steps) / max(now - self._last_time, 1e-9)

@@ -59,6 +59,7 @@ class Context:
         self.roles = run.roles
         self.part = self.roles.of(self.rank)
         self.phases = Phases()
+        worker.show(self.phases.look)
         self.learns_from = experiment.spec.learns_from
         together = experiment.strategy_spec.synchronous
         self.synchronous = together and self.learns_from == "rollout"

@@ -76,13 +76,7 @@ def short_env(env: str) -> str:
 def read_run(path: str | os.PathLike[str]) -> Run:
     """The run in a folder; ConfigError when there is none."""
     folder = Path(path)
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; give the folder of a run (runs/...)")
-    if not (folder / "config.toml").is_file():
-        raise ConfigError(
-            f"{folder} holds no config.toml: it is not the folder of a run{_near(folder)}"
-        )
-    experiment = load_toml(folder / "config.toml")
+    experiment = read_config(folder)
     metrics = _columns(_json_lines(folder / "metrics.jsonl"))
     episodes = _episodes(folder / "episodes.csv")
     known = {
@@ -98,6 +92,17 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         summary["phase_seconds"] = _last_phases(metrics)
     events = _json_lines(folder / "events.jsonl")
     return Run(folder, experiment, metrics, episodes, events, summary, written is not None)
+
+
+def read_config(folder: Path) -> Experiment:
+    """What runs in a folder; ConfigError when it is not that of a run."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}; give the folder of a run (runs/...)")
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(
+            f"{folder} holds no config.toml: it is not the folder of a run{_near(folder)}"
+        )
+    return load_toml(folder / "config.toml")
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
