@@ -95,3 +95,15 @@ class Mistyped:
 
     def on_update(self) -> None:
         """It takes a run."""
+
+
+class Endless(Staged):
+    """An episode that does not end."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self._seen(), 0.0, False, False, {}
+
+
+class Breaks(Staged):
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        raise OSError("it broke")

@@ -79,6 +79,27 @@ EVENTS: dict[str, tuple[tuple[str, ...], str]] = {
         "the end of an asynchronous run: messages that came when it was over, that were lost with "
         "their writer, that were too old; workers that were restarted",
     ),
+    "evaluation": (
+        (
+            "is_best",
+            "eval_env_steps",
+            "eval_return",
+            "eval_return_std",
+            "eval_return_min",
+            "eval_return_max",
+            "eval_length",
+        ),
+        "with `--eval-every`: the policy of step `eval_env_steps` was evaluated",
+    ),
+    "evaluation_skipped": (
+        ("env_steps",),
+        "a newer policy came before that of `env_steps` could be evaluated",
+    ),
+    "evaluation_failed": (("env_steps", "error"), "that policy could not be evaluated"),
+    "evaluator_died": (
+        ("env_steps", "code"),
+        "the process that evaluates has died, and is started again",
+    ),
     "end": (("exit", "env_steps"), "the run has ended, or was asked to stop"),
     "fault": (("error", "env_steps"), "it has failed"),
 }

@@ -77,6 +77,8 @@ _NOT_HERE = {
     "timeout": "it is an argument of mh.Parallel(timeout=...)",
     "hooks": "the loop is yours: call what you like in it",
     "log_info": "envs.step gives you every info",
+    "eval_every": "act(obs, explore=False) evaluates, whenever you like",
+    "eval_episodes": "act(obs, explore=False) evaluates, whenever you like",
     "log_every": "agent.update() gives every report to you",
     "tensorboard": "agent.update() gives every report to you",
     "wandb": "agent.update() gives every report to you",

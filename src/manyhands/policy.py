@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from manyhands.trees import Array
 from manyhands.types import MASK, OBSERVATION, Obs
 
 FILE = "policy.safetensors"
+BEST = "best"  # folder of the policy that evaluations while training have found best
 
 
 @streams.given_back()  # environments may draw in the making
@@ -73,16 +74,21 @@ def network_line(experiment: Experiment) -> str:
 
 
 def save_policy(folder: Path, model: ActorCritic, normaliser: Normaliser) -> None:
+    """To where `load` finds it."""
+    write_policy(folder / FILE, model, normaliser)
+
+
+def write_policy(path: Path, model: ActorCritic, normaliser: Normaliser) -> None:
     """Write the whole file or none of it."""
     from safetensors.numpy import save
 
     arrays = {f"model/{k}": v.detach().cpu().numpy() for k, v in model.state_dict().items()}
     for part, state in normaliser.state().items():
         arrays |= {f"normaliser/{part}/{k}": np.asarray(v) for k, v in state.items()}
-    beside = folder / f"{FILE}.tmp"
+    beside = path.with_name(f"{path.name}.tmp")
     # WHY not its save_file: that writes a file which only its owner may read, whatever the umask.
     beside.write_bytes(save({k: np.asarray(v, order="C") for k, v in arrays.items()}))
-    os.replace(beside, folder / FILE)
+    os.replace(beside, path)
 
 
 class Policy:
@@ -213,20 +219,42 @@ def _as_batch(observation: Obs) -> Obs:
     return trees.map(lambda x: np.asarray(x)[None], observation)
 
 
-def load(run_dir: str | os.PathLike[str]) -> Policy:
-    """The policy that a run has left in its folder."""
+def load(run_dir: str | os.PathLike[str], which: Literal["last", "best"] = "last") -> Policy:
+    """The policy that a run has left in its folder: the last, or the one that evaluations while
+    training (`eval_every`) have found best."""
+    return read_policy(*policy_file(run_dir, which))
+
+
+def policy_file(run_dir: str | os.PathLike[str], which: str = "last") -> tuple[Path, Path]:
+    """(folder of the run, file of its policy); the folder may also be a run's best/."""
+    if which not in ("last", BEST):
+        raise ConfigError(f"there is no policy {which!r}; choose 'last' or 'best'")
+    folder = Path(run_dir)
+    if folder.name == BEST and not (folder / "config.toml").is_file():
+        folder, which = folder.parent, BEST
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"{folder} holds no config.toml: is it the folder of a finished run?")
+    file = folder / FILE if which == "last" else folder / BEST / FILE
+    if not file.is_file():
+        if which == BEST:
+            raise ConfigError(
+                f"{folder} holds no {BEST}/{FILE}: the best policy is kept where a run evaluates; "
+                "train with --eval-every N"
+            )
+        raise ConfigError(f"{folder} holds no {FILE}: is it the folder of a finished run?")
+    return folder, file
+
+
+def read_policy(folder: Path, file: Path) -> Policy:
+    """The policy in that file, of the run in that folder."""
     from safetensors.numpy import load_file
 
-    folder = Path(run_dir)
-    for name in ("config.toml", FILE):
-        if not (folder / name).is_file():
-            raise ConfigError(f"{folder} holds no {name}: is it the folder of a finished run?")
     experiment = load_toml(folder / "config.toml")
     run = experiment.run
     spaces = load_spaces(folder) or spaces_of(run)
     model = build_model(experiment, *spaces)
     normaliser = build_normaliser(experiment, spaces[0])
-    arrays = load_file(folder / FILE)
+    arrays = load_file(file)
     weights = {k.removeprefix("model/"): torch.from_numpy(v) for k, v in arrays.items()
                if k.startswith("model/")}  # fmt: skip
     _check_keys(model, weights)

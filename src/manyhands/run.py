@@ -37,7 +37,8 @@ from manyhands.experiment.folder import RunFolder, RunLock, default_run_dir
 # What may be another in a resumed run: nothing here changes what a stored state means.
 RESUME_OPTIONS = (
     "steps", "target_return", "engine", "timeout", "address", "log_every", "checkpoint_seconds",
-    "tensorboard", "wandb", "quiet", "hooks",
+    "tensorboard", "wandb", "quiet", "hooks", "eval_every",
+    "eval_episodes",
 )  # fmt: skip
 
 # What only one process may decide: the folder, and the configuration with the checkpoint to resume
@@ -251,6 +252,7 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
         from manyhands.policy import spaces_of
         from manyhands.strategies.context import Context
         from manyhands.strategies.progress import RunProgress
+        from manyhands.viewing.evaluator import Evaluator
 
     began = time.perf_counter()
     experiment = from_plain(plain)
@@ -277,6 +279,8 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
     try:
         if experiment.run.hooks and context.is_main:
             progress.hooks = Hooks(experiment.run.hooks, progress)
+        if experiment.run.eval_every and context.is_main:
+            progress.evaluator = Evaluator(experiment, records.folder)
         context.phases.add("starting", time.perf_counter() - began)
         experiment.strategy_spec.load()(context, progress)
         return progress.finish()
@@ -284,6 +288,8 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
         progress.fail(error)
         raise
     finally:
+        if progress.evaluator is not None:
+            progress.evaluator.close()
         context.close()
 
 

@@ -116,6 +116,11 @@ class RunConfig:
     log_info: tuple[str, ...] = ()
     """Keys of the environment's info that become metrics, such as success: means over the last 100
     finished episodes of what their last info had."""
+    eval_every: int = 0
+    """Evaluate the policy every so many steps, in a process and environments of its own; the best
+    is kept in best/ (0: never)."""
+    eval_episodes: int = 20
+    """Episodes of one evaluation."""
     log_every: int = 1
     """Updates between records of metrics."""
     checkpoint_seconds: float = 30.0
@@ -167,7 +172,8 @@ HOOKS: dict[str, tuple[str, ...]] = {
 
 # In which part of the help a field stands
 GROUPS: dict[str, tuple[str, ...]] = {
-    "run": ("env", "steps", "seed", "target_return", "run_dir", "hooks", "log_info", "log_every",
+    "run": ("env", "steps", "seed", "target_return", "run_dir", "hooks", "log_info", "eval_every",
+            "eval_episodes", "log_every",
             "checkpoint_seconds", "tensorboard", "wandb", "quiet"),
     "worker": ("workers", "strategy", "engine", "device", "timeout", "address"),
     "batch": ("num_envs", "rollout_length", "collect", "batch_steps", "overlap"),

@@ -36,7 +36,7 @@ from manyhands.math.optimiser import make_schedule
 from manyhands.strategies import registry as strategies
 from manyhands.types import MASK
 
-_AT_LEAST_ONE = ("workers", "steps", "num_envs", "rollout_length", "log_every")
+_AT_LEAST_ONE = ("workers", "steps", "num_envs", "rollout_length", "log_every", "eval_episodes")
 _MAY_BE_NEGATIVE = ("target_return",)
 _PACKAGES = {"mpi": "mpi4py", "ray": "ray"}
 # Options that divide the workers, or the batch, and are refused with a strategy that has no use for

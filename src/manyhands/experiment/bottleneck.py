@@ -19,7 +19,15 @@ from manyhands.strategies import registry as strategies
 from manyhands.strategies.spec import OK
 
 Kind = Literal[
-    "collecting", "learning", "meeting", "no data", "no room", "writing", "saving", "starting"
+    "collecting",
+    "learning",
+    "meeting",
+    "no data",
+    "no room",
+    "writing",
+    "evaluating",
+    "saving",
+    "starting",
 ]
 
 
@@ -47,6 +55,9 @@ PHASES: dict[str, Phase] = {
         "no room", "gradient_server, actor_learner, apex: whoever acts was too far ahead"
     ),
     "logging": Phase("writing", "writing the files of the run"),
+    "evaluation": Phase(
+        "evaluating", "with --eval-every: handing the policy over; on the inline engine playing too"
+    ),
     "checkpoint": Phase("saving", "collecting and writing checkpoints"),
     "everything else": Phase("starting", "time in no phase; shown, not recorded"),
 }
@@ -122,6 +133,8 @@ def _advice(kind: str, experiment: Experiment, cores: int) -> str:
             return "those that act wait for whoever learns: more workers that act will not help"
         case "writing":
             return "write less often (a larger --log-every)"
+        case "evaluating":
+            return "evaluate less often (a larger --eval-every)"
         case "saving":
             return "save less often (a larger --checkpoint-seconds)"
         case "starting":

@@ -5,6 +5,7 @@ metrics.jsonl    one record an update; metrics.csv has the same numbers
 episodes.csv     one row a finished episode
 events.jsonl     starts, stops, faults, restarts, checkpoints
 checkpoints/     step-numbered, complete or absent; `manyhands resume` goes on from the newest
+best/            with --eval-every: the best policy by evaluation
 summary.json     how it ended
 live.json        how it is, once a second; only while it runs
 """

@@ -69,6 +69,8 @@ class Records:
         self.checkpoint_failures = 0
         # What --log-info asks for, of the last episodes that had it
         self._infos = {key: deque[float](maxlen=EPISODES) for key in run.log_info}
+        self._evaluated: list[dict[str, Any]] = []  # evaluations that are in no record yet
+        self._eval_note = ""
         self.restarts = 0  # workers that were started again
         self.lost_fragments = 0  # unrolls or gradients that were too old, or died with a worker
         self._not_saved = ""  # why the last checkpoint could not be written
@@ -232,6 +234,17 @@ class Records:
 
     # -- updates and ends ----------------------------------------------------------------------
 
+    def evaluated(self, evaluations: Sequence[Any]) -> None:
+        """Evaluations that have ended: in the next record, and in view from then on."""
+        for evaluation in evaluations:
+            self._evaluated.append(evaluation.columns())
+            self._eval_note = f"eval {evaluation.mean_return:.2f}"
+
+    def last_evaluation(self, steps: int, updates: int, info: dict[str, float]) -> None:
+        """A record of its own, for what came when the last update had been written."""
+        if self._evaluated or info:
+            self._write(steps, updates, info)
+
     def due(self, updates: int) -> bool:
         """Whether the metrics of this update are written."""
         return updates % self._experiment.run.log_every == 0
@@ -242,30 +255,42 @@ class Records:
             return
         self._last_update = (steps, updates, time.time())
         if self.due(updates):
-            now = time.perf_counter()
-            speed = (steps - self._last_steps) / max(now - self._last_time, 1e-9)
-            self._last_steps, self._last_time = steps, now
+            seconds = {f"seconds/{k}": round(v, 4) for k, v in phases.totals().items()}
             failures = self.checkpoint_failures
-            record = {
-                "env_steps": steps,
-                "update": updates,
-                "wall_seconds": round(now - self._started, 4),
-                "steps_per_second": round(speed, 1),
-                "episodes": self.returns.episodes,
-                "mean_return": self.returns.mean,
-                **info,
-                **{f"seconds/{k}": round(v, 4) for k, v in phases.totals().items()},
-                **({"checkpoint_failures": failures} if failures else {}),
-            }
-            self.folder.metrics(record)
-            self._sinks.write(record)
+            failed = {"checkpoint_failures": failures} if failures else {}
+            self._write(steps, updates, info | seconds | failed)
         self.progress.update(
             steps,
             self.returns.mean,
+            self._eval_note,
             info=info,
             phases=phases,
             resumed_steps=self._resumed_steps,
         )
+
+    def _write(self, steps: int, updates: int, more: Mapping[str, Any]) -> None:
+        """A record; of several evaluations each has one of its own, and the last is in this."""
+        *before, last = [*self._evaluated] or [{}]
+        self._evaluated = []
+        for columns in before:
+            self._record(steps, updates, columns)
+        self._record(steps, updates, {**more, **last})
+
+    def _record(self, steps: int, updates: int, more: Mapping[str, Any]) -> None:
+        now = time.perf_counter()
+        speed = (steps - self._last_steps) / max(now - self._last_time, 1e-9)
+        self._last_steps, self._last_time = steps, now
+        record = {
+            "env_steps": steps,
+            "update": updates,
+            "wall_seconds": round(now - self._started, 4),
+            "steps_per_second": round(speed, 1),
+            "episodes": self.returns.episodes,
+            "mean_return": self.returns.mean,
+            **more,
+        }
+        self.folder.metrics(record)
+        self._sinks.write(record)
 
     def finish(
         self,

@@ -101,12 +101,15 @@ def tag_of(name: str) -> str:
     mean_return -> return/mean    policy_loss -> loss/policy    seconds/rollout -> time/rollout
     episodes -> run/episodes      lag_max -> lag/max            lag -> lag/mean
     entropy -> learning/entropy   steps_per_second -> speed/steps_per_second
+    eval_return -> eval/return
     """
     first, slash, rest = name.partition("/")
     if slash:
         return f"time/{rest}" if first == "seconds" else name
     if name in ("update", "episodes", "wall_seconds"):
         return f"run/{name}"
+    if name.startswith("eval_"):
+        return f"eval/{name[5:]}"
     if name.endswith("_per_second"):
         return f"speed/{name}"
     for group in ("return", "loss"):

@@ -37,6 +37,7 @@ from manyhands.trees import Array
 if TYPE_CHECKING:
     from manyhands.experiment.hooks import Hooks
     from manyhands.strategies.messages import Inbox, Message
+    from manyhands.viewing.evaluator import Evaluator
 
 # What one worker tells the others after an update: environment steps; rows, and those of them that
 # an older policy made; messages refused; lags: how many, sum, least, most; is a checkpoint due, and
@@ -73,6 +74,7 @@ class RunProgress:
         self.times: list[dict[str, float]] | None = None  # by phase, of all workers
         self.table = ""  # what the strategy adds to the table at the end
         self.hooks: Hooks | None = None  # the user's own, on the main worker
+        self.evaluator: Evaluator | None = None  # with --eval-every, on the main worker
         self.ended = ""  # why they have stopped the run
         self.wanted = context.changes and type(context.changes)()  # what they want changed
         self._keeper: Keeper | None = None
@@ -190,8 +192,11 @@ class RunProgress:
             records.episodes(self.steps, episodes)
             self.solved = records.returns.solved(context.experiment.run.target_return)
             info = info | self._facts(numbers, inbox) | records.info_means()
+        evaluations = self._evaluations()
+        with context.phases("logging"):
+            records.evaluated(evaluations)
             if self.hooks is not None:
-                self.hooks.happened(records.finished(episodes), [])
+                self.hooks.happened(records.finished(episodes), evaluations)
                 if learned:
                     self.hooks.update(self._metrics(info))
                     info |= self.hooks.recorded() if records.due(self.updates) else {}
@@ -207,6 +212,35 @@ class RunProgress:
         self._clear()
         if numbers[0, _DUE] or not self.goes_on():
             self.checkpoint()
+
+    def _evaluations(self, *, last: bool = False) -> list[Any]:
+        """Begin an evaluation if one is due; those that have ended."""
+        if self.evaluator is None:
+            return []
+        context = self.context
+        with context.phases("evaluation"):
+            self.evaluator.look(self.steps, context.algorithm.model, context.normaliser, now=last)
+            return self.evaluator.take()
+
+    def _last_evaluation(self) -> None:
+        """Of the policy at the end. Workers that count together wait for it together, so that no
+        wait of theirs passes its deadline."""
+        context, records = self.context, self.records
+        if not context.experiment.run.eval_every or self.stopped:
+            return
+        evaluations, waiting = self._evaluations(last=True), True
+        while waiting:
+            waiting = self.evaluator is not None and not self.evaluator.wait(1.0)
+            if context.group is not None and context.synchronous:
+                waiting = bool(context.group.exchange(waiting)[0])
+        if self.evaluator is not None:
+            evaluations += self.evaluator.take()
+            records.evaluated(evaluations)
+            if self.hooks is not None:
+                self.hooks.happened([], evaluations)
+            own = {} if self.hooks is None else self.hooks.recorded()
+            records.last_evaluation(self.steps, self.updates, own)
+            self.table = "\n".join(text for text in (self.table, self.evaluator.words()) if text)
 
     def _metrics(self, info: dict[str, float]) -> dict[str, Any]:
         """What hooks are shown of an update."""
@@ -277,6 +311,8 @@ class RunProgress:
     def _state(self) -> dict[str, Any]:
         context = self.context
         state: dict[str, Any] = {"algorithm": context.algorithm.state()}
+        if self.evaluator is not None:
+            state["evaluation"] = self.evaluator.state()
         if self.hooks is not None and context.changes is not None:
             state["hooks"] = {"changes": context.changes.state(), "own": self.hooks.state()}
         counts = {"steps": self.steps, "updates": self.updates}
@@ -302,6 +338,8 @@ class RunProgress:
         if not context.synchronous:
             context.normaliser.load_training_state(state["normaliser"])
             self.refused, context.session = int(counts["refused"]), int(counts["session"]) + 1
+        if self.evaluator is not None and "evaluation" in state:
+            self.evaluator.load_state(state["evaluation"])
         if self.wanted is not None and "hooks" in state:
             self.wanted.take(state["hooks"]["changes"])
             context.take_changes(self.wanted.state())  # before episodes are played again
@@ -352,16 +390,18 @@ class RunProgress:
         context, records = self.context, self.records
         if not (context.is_main or context.synchronous):
             return {}
-        if self.hooks is not None:
-            self.hooks.end()
         records.keep(context.algorithm.model, context.normaliser, now=True)
         times = self.times
         if times is None:
             mine = context.phases.totals()
             times = [mine] if context.group is None else context.group.exchange(mine)
+        more = self.table
+        self._last_evaluation()
+        if self.hooks is not None:
+            self.hooks.end()
         records.restarts = self.restarts
         records.lost_fragments = self.refused + self.lost
-        if self.table:
+        if more:
             records.folder.event("asynchronous", late=self.late, lost=self.lost,
                                  refused=self.refused, restarts=self.restarts)  # fmt: skip
         return records.finish(

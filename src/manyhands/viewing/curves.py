@@ -112,6 +112,8 @@ def _metric_curve(run: Run, x: X, metric: str) -> Curve | None:
         )
     values = run.metrics[metric]
     where = run.metrics["env_steps" if x == "steps" else "wall_seconds"]
+    if x == "steps" and metric.startswith("eval_"):  # it came some updates later
+        where = run.metrics.get("eval_env_steps", where)
     there = _thinned(np.flatnonzero(np.isfinite(values) & np.isfinite(where)))
     if not len(there):
         return None

@@ -45,6 +45,8 @@ class Evaluation:
     returns: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     successes: list[bool] = field(default_factory=list)  # empty: the environment does not tell
+    env_steps: int | None = None  # of the run, when the policy was its newest
+    is_best: bool = False  # of all evaluations of the run so far
 
     @property
     def mean_return(self) -> float:
@@ -62,9 +64,21 @@ class Evaluation:
     def __repr__(self) -> str:
         return self.table()
 
+    def columns(self) -> dict[str, Any]:
+        """What metrics.jsonl has of an evaluation while training."""
+        return {
+            "eval_env_steps": self.env_steps,
+            "eval_return": self.mean_return,
+            "eval_return_std": self.std_return,
+            "eval_return_min": min(self.returns),
+            "eval_return_max": max(self.returns),
+            "eval_length": float(np.mean(self.lengths)),
+        }
+
     def record(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return {
+        when = {} if self.env_steps is None else {"env_steps": self.env_steps}
+        return when | {
             "env": self.env,
             "run_dir": self.run_dir,
             "seed": self.seed,
@@ -126,7 +140,30 @@ def evaluate(
     """
     if episodes < 1:
         raise ConfigError(f"{episodes} episodes; at least 1 is needed")
-    policy = load(run_dir)
+    return play(
+        load(run_dir),
+        episodes,
+        run_dir=run_dir,
+        seed=seed,
+        deterministic=deterministic,
+        num_envs=num_envs,
+        max_length=max_length,
+        tell=tell,
+    )
+
+
+def play(
+    policy: Policy,
+    episodes: int,
+    *,
+    run_dir: str | os.PathLike[str],
+    seed: int | None = None,
+    deterministic: bool = True,
+    num_envs: int = NUM_ENVS,
+    max_length: int = 0,
+    tell: Tell | None = None,
+) -> Evaluation:
+    """`evaluate`, with a policy of that run that has been loaded."""
     experiment = experiment_of(policy)
     root = experiment.run.seed if seed is None else seed
     policy.seed(root, BRANCH, "actions")

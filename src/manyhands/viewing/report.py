@@ -34,7 +34,7 @@ from manyhands.viewing.video import go_headless
 # Phases that have a column and a colour of their own, whatever a run calls the rest
 PHASES = ("rollout", "optimisation", "synchronisation", "logging", "starting", "checkpoint")
 _TABLE = PHASES[:4]
-_NOT_DRAWN = ("env_steps", "update", "wall_seconds", "episodes", "mean_return")
+_NOT_DRAWN = ("env_steps", "update", "wall_seconds", "episodes", "mean_return", "eval_env_steps")
 _CURVE, _SMALL = (5.2, 3.1), (3.6, 2.2)  # inches
 _EVENTS, _MANY_EVENTS = 200, 30  # shown at all, and without being asked
 
