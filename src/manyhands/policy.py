@@ -110,8 +110,8 @@ class Policy:
         """Make actions that are drawn (`deterministic=False`) repeat, from here on."""
         self._rng = seeding.generator(seed, *path)
 
-    def act(self, observation: Obs, deterministic: bool = True) -> Any:
-        """The action for one observation, as the environment takes it."""
+    def act(self, observation: Any, deterministic: bool = True) -> Any:
+        """The action for one observation, as the environment gives it and takes it."""
         return self.act_batch(_as_batch(observation), deterministic)[0]
 
     @torch.no_grad()
@@ -164,8 +164,9 @@ class Policy:
         """Write the policy as one file that needs no manyhands: `.onnx`, or `.pt` (TorchScript).
 
         It takes raw observations [N, ...] and gives deterministic actions [N, ...] as the
-        environment takes them, for any N: normaliser and bounds are inside. A Dict observation
-        becomes one input for each key, keys sorted. SupportError for a policy with an LSTM.
+        environment takes them, for any N: normaliser and bounds are inside. A Dict or Tuple
+        observation becomes one input for each part ("camera/left", "0"), names sorted.
+        SupportError for a policy with an LSTM.
         """
         if isinstance(self.model, RecurrentActorCritic):
             raise SupportError(
@@ -176,8 +177,10 @@ class Policy:
 
         return export(self, Path(path))
 
-    def _seen(self, observations: Obs) -> Any:
-        """Normalised, as tensors."""
+    def _seen(self, observations: Any) -> Any:
+        """Named parts of a nested observation, normalised, as tensors."""
+        if type(self.observation_space).__name__ == "Dict":
+            observations = trees.named(observations)
         return to_tensor(self.normaliser.apply(observations), self._device)
 
     @property
@@ -210,7 +213,7 @@ def load(run_dir: str | os.PathLike[str]) -> Policy:
     states: dict[str, dict[str, Array]] = {}
     for key, value in arrays.items():
         if key.startswith("normaliser/"):
-            _, part, name = key.split("/")
+            part, _, name = key.removeprefix("normaliser/").rpartition("/")
             states.setdefault(part, {})[name] = value
     normaliser.load_state(states)
     return Policy(

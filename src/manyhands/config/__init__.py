@@ -87,7 +87,8 @@ class RunConfig:
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Handed to the environment when it is made."""
     normalize_observations: bool = False
-    """Bring observations to mean 0 and deviation 1, with statistics of all workers."""
+    """Bring observations to mean 0 and deviation 1, with statistics of all workers; of a Dict or
+    Tuple, each part that is a Box of floats."""
     normalize_rewards: bool | None = None
     """Divide rewards by the deviation of the discounted return (left out: yes for {scaled})."""
     box_actions: Literal["clip", "scale"] = "clip"

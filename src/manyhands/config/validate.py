@@ -470,10 +470,9 @@ def _look_at(run: RunConfig) -> Iterator[str]:
 
 
 def _space_faults(run: RunConfig, observations: Any, actions: Any) -> Iterator[str]:
-    from gymnasium.spaces import Box
-
     from manyhands.envs.adapter import ActionMap
-    from manyhands.envs.spaces import check_observation_space
+    from manyhands.envs.spaces import check_observation_space, flat_space
+    from manyhands.math.running_stats import normalised_parts
 
     for look in (
         lambda: check_observation_space(observations),
@@ -483,10 +482,11 @@ def _space_faults(run: RunConfig, observations: Any, actions: Any) -> Iterator[s
             look()
         except ConfigError as error:
             yield str(error)
-    if run.normalize_observations and not isinstance(observations, Box):
+    if run.normalize_observations and not normalised_parts(flat_space(observations)):
         yield (
-            f"normalize_observations needs a Box of numbers, and the observation space is "
-            f"{observations}; type: --no-normalize-observations"
+            "normalize_observations needs a Box of numbers, or a Dict or Tuple with a Box of "
+            f"floats in it, and the observation space is {observations}; type: "
+            "--no-normalize-observations"
         )
 
 

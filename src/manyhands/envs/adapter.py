@@ -30,7 +30,12 @@ import numpy as np
 from gymnasium import spaces
 
 from manyhands import seeding, trees
-from manyhands.envs.spaces import check_action_space, check_observation_space, zeros
+from manyhands.envs.spaces import (
+    check_action_space,
+    check_observation_space,
+    flat_space,
+    zeros,
+)
 from manyhands.errors import ConfigError, WorkerError
 from manyhands.streams import EpisodeSeeds
 from manyhands.trees import Array
@@ -88,7 +93,8 @@ class VecAdapter(ABC):
     """`num_envs` environments that step together: `reset()` once, then `step(actions)`.
 
     Args:
-        observation_space, action_space: of one sub-environment.
+        observation_space, action_space: of one sub-environment; observations of nested spaces
+            come as named parts.
         num_envs: how many.
         seed: root of the seed tree; None draws one (it is kept in `seed`).
         worker: this worker's number: its seeds overlap with no other worker's.
@@ -110,14 +116,14 @@ class VecAdapter(ABC):
         if num_envs < 1:
             raise ConfigError(f"num_envs={num_envs}; at least 1 is needed")
         check_observation_space(observation_space)
-        self.observation_space = observation_space
+        self.observation_space = flat_space(observation_space)
         self.action_space = action_space
         self.to_env = ActionMap(action_space, box_actions)
         self.num_envs = num_envs
         self.seed = secrets.randbits(31) if seed is None else seed
         self.worker = worker
         self.action_space.seed(seeding.integer(self.seed, "action", worker))
-        self._finite = FiniteCheck(observation_space, num_envs) if check_finite else None
+        self._finite = FiniteCheck(self.observation_space, num_envs) if check_finite else None
         self._seed_of = [EpisodeSeeds(self.seed, worker, i) for i in range(num_envs)]
         self._first = 0  # the number of sub-environment 0 among all workers' together
         self._begun = [0] * num_envs  # episodes begun; the next one's index

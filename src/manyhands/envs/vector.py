@@ -89,6 +89,7 @@ class VectorAdapter(VecAdapter):
         self._reward_clip = reward_clip
         self._remake = remake
         self._keys = list(getattr(self.observation_space, "spaces", {}))  # of a Dict space
+        self._nested = self.observation_space is not env.single_observation_space
         self._ended = np.zeros(env.num_envs, dtype=np.bool_)  # NextStep: the next call resets
         self._totals = np.zeros(env.num_envs)  # float64 [B]: returns of the running episodes
 
@@ -104,7 +105,7 @@ class VectorAdapter(VecAdapter):
         self._totals[:] = 0.0
         self._running = True
         obs = self.blank().obs if out is None else out
-        trees.copy_into(obs, given)
+        trees.copy_into(obs, self._flat(given))
         self._check_row(obs)
         return obs
 
@@ -130,7 +131,7 @@ class VectorAdapter(VecAdapter):
         np.logical_and(truncated, row.valid, out=row.truncated)
         reward = np.where(row.valid, reward, 0.0)
         self._count(reward, row.valid)
-        trees.copy_into(row.obs, obs)
+        trees.copy_into(row.obs, self._flat(obs))
         done = row.terminated | row.truncated
         self._check_row(row.obs)
         row.reward[:] = reward
@@ -150,6 +151,9 @@ class VectorAdapter(VecAdapter):
     def close(self) -> None:
         self.env.close()
         self._running = False
+
+    def _flat(self, obs: Any) -> Obs:
+        return trees.named(obs) if self._nested else obs
 
     def _count(self, reward: Array, valid: Array) -> None:
         """Statistics are our own: Gymnasium's wrapper has lost steps in some modes and versions."""
@@ -185,9 +189,11 @@ class VectorAdapter(VecAdapter):
                 "end of an episode: truncated episodes cannot be bootstrapped. Use NEXT_STEP"
             )
         # An object array of observations (Dict ones too), one array for all (ALE), or, from
-        # other makers, a dict of arrays.
-        single = {k: final[k][i] for k in self._keys} if isinstance(final, dict) else final[i]
-        return copy_single(self.observation_space, single)
+        # other makers, a dict or tuple of arrays.
+        if isinstance(final, (dict, tuple)):
+            parts = self._flat(final)
+            return copy_single(self.observation_space, {k: parts[k][i] for k in self._keys})
+        return copy_single(self.observation_space, self._flat(final[i]))
 
     def _reset_ended(self, ended: Array, row: Step) -> None:
         mask = np.zeros(self.num_envs, dtype=np.bool_)
@@ -200,7 +206,7 @@ class VectorAdapter(VecAdapter):
         obs, _ = self.env.reset(seed=argument, options={"reset_mask": mask})
         for i in map(int, ended):
             self._begin(i, seeds[i])
-        trees.put(row.obs, ended, trees.take(obs, ended))
+        trees.put(row.obs, ended, trees.take(self._flat(obs), ended))
 
     def _seed_argument(self, seeds: list[int | None]) -> Any:
         if seeds[0] is None or self._seed_style == "at_creation":

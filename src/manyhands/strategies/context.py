@@ -33,7 +33,7 @@ from manyhands.envs import make_vec
 from manyhands.envs.adapter import Stepper, VecAdapter
 from manyhands.envs.make import frame_stack
 from manyhands.experiment.bottleneck import Phases
-from manyhands.math.running_stats import Normaliser, RunningStats
+from manyhands.math.running_stats import Normaliser
 from manyhands.policy import build_model, build_normaliser
 from manyhands.streams import EnvNoise
 
@@ -85,8 +85,7 @@ class Context:
         run, options = self.experiment.run, self.experiment.options
         self.spaces = spaces
         self.normaliser = build_normaliser(self.experiment, spaces[0])
-        parts = {"obs": self.normaliser.obs, "returns": self.normaliser.returns}
-        self.statistics: dict[str, RunningStats] = {k: v for k, v in parts.items() if v is not None}
+        self.statistics = self.normaliser.statistics
         model = build_model(self.experiment, *spaces)
         # Learners of images get the cores that are left. WHY not all learners: threads that meet
         # after every small product of an MLP cost more than they bring, and on a machine with other

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from manyhands import seeding, streams
+from manyhands import seeding, streams, trees
 from manyhands.config import Experiment
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import DictRows
@@ -250,7 +250,7 @@ def _stacked(policy: Policy, observations: list[Any]) -> Any:
     batch = zeros(policy.observation_space, (len(observations),))
     rows = DictRows(batch) if isinstance(batch, dict) else batch
     for i, observation in enumerate(observations):
-        rows[i] = observation
+        rows[i] = trees.named(observation) if isinstance(batch, dict) else observation
     return batch
 
 
