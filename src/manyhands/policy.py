@@ -22,7 +22,8 @@ from manyhands import seeding, streams, trees
 from manyhands.config import Experiment, RunConfig, load_toml
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import ActionMap
-from manyhands.envs.registry import resolve
+from manyhands.envs.make import to_look_at
+from manyhands.envs.registry import resolve, takes_num_envs
 from manyhands.envs.spaces import load_spaces
 from manyhands.errors import ConfigError, SupportError
 from manyhands.math.running_stats import Normaliser
@@ -37,9 +38,9 @@ FILE = "policy.safetensors"
 @streams.given_back()  # environments may draw in the making
 def spaces_of(run: RunConfig) -> tuple[Any, Any]:
     """Observation and action space, of an environment that is made to be looked at."""
-    count = 1
+    count = to_look_at(run.env, run.env_backend, run.envs_per_worker)
     source = None if run.env_backend == "envpool" else resolve(run.env)  # it has names of its own
-    if callable(source):
+    if callable(source) and not takes_num_envs(source):
         first = source(**run.env_kwargs)
         count = first.num_envs if isinstance(first, VectorEnv) else 1  # the callable decides
         first.close()

@@ -35,6 +35,8 @@ from manyhands.strategies import registry as strategies
 
 _AT_LEAST_ONE = ("workers", "steps", "num_envs", "rollout_length", "log_every")
 _MAY_BE_NEGATIVE = ("target_return",)
+# Arguments of envs.make_vec, which hands all others to the environment
+_NOT_KWARGS = ("env", "num_envs", "seed", "worker", "backend", "box_actions", "check_finite")
 _PACKAGES = {"mpi": "mpi4py", "ray": "ray"}
 # Options that divide the workers, or the batch, and are refused with a strategy that has no use for
 # them. WHY not all: an earlier version let the others pass, and its runs can be resumed.
@@ -359,7 +361,7 @@ def _environment_faults(experiment: Experiment) -> Iterator[str]:
     if run.env_backend not in backends:
         yield f"there is no env_backend {run.env_backend!r}; {nearest(run.env_backend, backends)}"
         return
-    clash = [k for k in run.env_kwargs if k in ("num_envs", "seed", "worker", "backend")]
+    clash = [k for k in run.env_kwargs if k in _NOT_KWARGS]
     if clash:
         yield f"env_kwargs has {', '.join(clash)}, which the run itself decides"
         return
@@ -381,9 +383,10 @@ def _fit_faults(experiment: Experiment) -> Iterator[str]:
     if spec.actions == "any" and n_step <= 1 and not run.network:
         return
     from manyhands import envs
+    from manyhands.envs.make import to_look_at
 
     try:
-        here = run.envs_per_worker if run.env_backend == "vector" else 1
+        here = to_look_at(run.env, run.env_backend, run.envs_per_worker)
         backend = typing.cast(Any, run.env_backend)
         look = envs.make_vec(run.env, here, backend=backend, seed=0, **run.env_kwargs)
     except Exception:  # said with the environment's faults
@@ -438,11 +441,13 @@ def _look_at(run: RunConfig) -> Iterator[str]:
     from gymnasium.vector import VectorEnv
 
     from manyhands import envs
-    from manyhands.envs.registry import env_factory, is_atari, resolve
+    from manyhands.envs.make import to_look_at
+    from manyhands.envs.registry import env_factory, is_atari, resolve, takes_num_envs
+    from manyhands.envs.vector import as_gymnasium
 
     own_engine = run.env_backend in ("envpool", "atari", "vector")
     if own_engine or (run.env_backend == "auto" and is_atari(resolve(run.env))):
-        here = 1 if run.env_backend != "vector" else max(1, run.num_envs // max(1, run.workers))
+        here = to_look_at(run.env, run.env_backend, run.envs_per_worker)
         # These check the spaces when they are made.
         envs.make_vec(
             run.env,
@@ -452,15 +457,22 @@ def _look_at(run: RunConfig) -> Iterator[str]:
             **run.env_kwargs,
         ).close()
         return
-    env = env_factory(resolve(run.env), run.env_kwargs)()
+    source, here = resolve(run.env), run.envs_per_worker
+    env = env_factory(source, run.env_kwargs, max(1, here))()
     try:
         if isinstance(env, VectorEnv):
-            here = run.num_envs // max(1, run.workers)
-            if env.num_envs != here:
+            env = as_gymnasium(env)
+            if env.num_envs != here and takes_num_envs(source):
+                yield (
+                    f"{run.env} was asked for num_envs={here} ({run.num_envs} envs / {run.actors} "
+                    f"workers that act) and made {env.num_envs}; if it makes multiples of one "
+                    "number, let --num-envs be a multiple of that number and of the workers"
+                )
+            elif env.num_envs != here:
                 yield (
                     f"{run.env} makes {env.num_envs} environments at once, and each worker has "
-                    f"{here} ({run.num_envs} envs / {run.workers} workers); type: --num-envs "
-                    f"{env.num_envs * run.workers}"
+                    f"{here} ({run.num_envs} envs / {run.actors} workers); type: --num-envs "
+                    f"{env.num_envs * run.actors}, or give it an argument num_envs"
                 )
             yield from _space_faults(run, env.single_observation_space, env.single_action_space)
         else:

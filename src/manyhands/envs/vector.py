@@ -45,6 +45,41 @@ def autoreset_mode(env: VectorEnv) -> str:
     return mode
 
 
+def as_gymnasium(env: VectorEnv) -> VectorEnv:
+    """A vector env of SuperSuit as Gymnasium's are; any other as it is."""
+    return env if hasattr(env, "single_observation_space") else SuperSuitVector(env)
+
+
+class SuperSuitVector(VectorEnv):  # type: ignore[misc]
+    """What `supersuit.concat_vec_envs_v1` and `pettingzoo_env_to_vec_env_v1` make, put right.
+
+    Theirs (3.11) call the spaces of one environment `observation_space` and `action_space`, give
+    info as a list of dicts, and begin the next episode in the step that ended the last one, which
+    their metadata do not say; the last observation is in info["terminal_observation"].
+    """
+
+    def __init__(self, env: Any) -> None:
+        self.env, self.num_envs = env, env.num_envs
+        self.single_observation_space = env.observation_space
+        self.single_action_space = env.action_space
+        self.metadata = dict(env.metadata or {}) | {"autoreset_mode": "SameStep"}
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return self.env.reset(seed=seed, options=options)[0], {}
+
+    def step(self, actions: Array) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        obs, reward, terminated, truncated, infos = self.env.step(actions)
+        info: dict[str, Any] = {}
+        if any("terminal_observation" in one for one in infos):
+            info = {name: np.full(self.num_envs, None) for name in ("final_obs", "final_info")}
+            for i, one in enumerate(infos):
+                info["final_obs"][i], info["final_info"][i] = one.get("terminal_observation"), one
+        return obs, reward, terminated, truncated, info
+
+    def close(self, **_: Any) -> None:
+        self.env.close()
+
+
 class VectorAdapter(VecAdapter):
     """Turns one `VectorEnv`, of any autoreset mode, into clean rows.
 

@@ -31,7 +31,7 @@ from manyhands.engines.base import Worker, cores
 from manyhands.engines.group import Group, OverGroup
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import Stepper, VecAdapter
-from manyhands.envs.make import frame_stack
+from manyhands.envs.make import frame_stack, to_look_at
 from manyhands.experiment.bottleneck import Phases
 from manyhands.math.running_stats import Normaliser
 from manyhands.policy import build_model, build_normaliser
@@ -109,7 +109,9 @@ class Context:
         run = self.experiment.run
         # A worker that only learns has one environment, whose number nobody else has, for its
         # spaces; it is never stepped in training.
-        here = run.envs_per_worker if self.acts else 1
+        here = run.envs_per_worker
+        if not self.acts:
+            here = to_look_at(run.env, run.env_backend, here)
         first = here * self.acting.index(self.rank) if self.acts else run.num_envs
         start = self.session * RESTARTS + self.restarts
         seed = run.seed if start == 0 else seeding.integer(run.seed, "life", start)

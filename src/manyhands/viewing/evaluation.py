@@ -173,7 +173,7 @@ def _single_envs(experiment: Experiment, count: int) -> list[Any] | None:
     source = resolve(run.env)
     if needs_vector(experiment, source):
         return None
-    factory = env_factory(source, run.env_kwargs)
+    factory = env_factory(source, run.env_kwargs, run.envs_per_worker)
     first = factory()
     if isinstance(first, VectorEnv):
         first.close()
@@ -263,8 +263,10 @@ def _play_vector(
     A share is fixed beforehand, so that an environment of short episodes gives no more of them.
     """
     run = experiment.run
-    if run.env_backend != "envpool" and not isinstance(resolve(run.env), str):
-        num_envs = run.envs_per_worker  # the callable decides, and training has asked for so many
+    source = None if run.env_backend == "envpool" else resolve(run.env)
+    if callable(source):
+        # It may make a certain number, or multiples of one: training has asked for so many.
+        num_envs = run.envs_per_worker
     envs = make_vec(
         run.env,
         num_envs,
