@@ -39,7 +39,8 @@ FILE = "policy.safetensors"
 def spaces_of(run: RunConfig) -> tuple[Any, Any]:
     """Observation and action space, of an environment that is made to be looked at."""
     count = to_look_at(run.env, run.env_backend, run.envs_per_worker)
-    source = None if run.env_backend == "envpool" else resolve(run.env)  # it has names of its own
+    # EnvPool and PettingZoo have names of their own.
+    source = None if run.env_backend in ("envpool", "pettingzoo") else resolve(run.env)
     if callable(source) and not takes_num_envs(source):
         first = source(**run.env_kwargs)
         count = first.num_envs if isinstance(first, VectorEnv) else 1  # the callable decides
@@ -109,7 +110,11 @@ class Policy:
 
     def seed(self, seed: int, *path: str | int) -> None:
         """Make actions that are drawn (`deterministic=False`) repeat, from here on."""
-        self._rng = seeding.generator(seed, *path)
+        self.draw_from(seeding.generator(seed, *path))
+
+    def draw_from(self, rng: np.random.Generator) -> None:
+        """Share a generator with others, from here on."""
+        self._rng = rng
 
     def act(self, observation: Any, deterministic: bool = True) -> Any:
         """The action for one observation, as the environment gives it and takes it."""

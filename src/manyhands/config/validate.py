@@ -33,10 +33,22 @@ from manyhands.errors import ConfigError, ManyhandsError, needs
 from manyhands.math.optimiser import make_schedule
 from manyhands.strategies import registry as strategies
 
-_AT_LEAST_ONE = ("workers", "steps", "num_envs", "rollout_length", "log_every")
+_AT_LEAST_ONE = ("opponent_every", "workers", "steps", "num_envs", "rollout_length", "log_every")
 _MAY_BE_NEGATIVE = ("target_return",)
 # Arguments of envs.make_vec, which hands all others to the environment
-_NOT_KWARGS = ("env", "num_envs", "seed", "worker", "backend", "box_actions", "check_finite")
+_NOT_KWARGS = (
+    "env",
+    "num_envs",
+    "seed",
+    "worker",
+    "backend",
+    "box_actions",
+    "check_finite",
+)
+_NO_OTHERS = (
+    "opponents are for games of PettingZoo that are played in turns (an AECEnv), and {} is none; "
+    "leave --opponents out"
+)
 _PACKAGES = {"mpi": "mpi4py", "ray": "ray"}
 # Options that divide the workers, or the batch, and are refused with a strategy that has no use for
 # them. WHY not all: an earlier version let the others pass, and its runs can be resumed.
@@ -445,18 +457,23 @@ def _look_at(run: RunConfig) -> Iterator[str]:
     from manyhands.envs.registry import env_factory, is_atari, resolve, takes_num_envs
     from manyhands.envs.vector import as_gymnasium
 
-    own_engine = run.env_backend in ("envpool", "atari", "vector")
+    own_engine = run.env_backend in ("envpool", "atari", "vector", "pettingzoo")
     if own_engine or (run.env_backend == "auto" and is_atari(resolve(run.env))):
         here = to_look_at(run.env, run.env_backend, run.envs_per_worker)
         # These check the spaces when they are made.
-        envs.make_vec(
+        look = envs.make_vec(
             run.env,
             here,
             backend=typing.cast(Any, run.env_backend),
             box_actions=run.box_actions,
             **run.env_kwargs,
-        ).close()
+        )
+        look.close()
+        if run.opponents and not hasattr(look, "others"):
+            yield _NO_OTHERS.format(run.env)
         return
+    if run.opponents:
+        yield _NO_OTHERS.format(run.env)
     source, here = resolve(run.env), run.envs_per_worker
     env = env_factory(source, run.env_kwargs, max(1, here))()
     try:

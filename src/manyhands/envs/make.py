@@ -49,7 +49,7 @@ from manyhands.envs.registry import (
 from manyhands.envs.vector import VectorAdapter, as_gymnasium
 from manyhands.errors import ConfigError, needs
 
-Backend = Literal["auto", "gymnasium", "vector", "envpool", "atari"]
+Backend = Literal["auto", "gymnasium", "vector", "envpool", "atari", "pettingzoo"]
 
 
 def make_vec(
@@ -71,8 +71,9 @@ def make_vec(
             `VectorEnv`.
         num_envs: sub-environments of this worker.
         backend: "gymnasium" steps Python environments in a loop; "vector" uses the environment's
-            own vector implementation; "envpool" and "atari" are C++ engines. "auto" takes "atari"
-            for ALE's games, "vector" for a `VectorEnv`, and "gymnasium" for all others.
+            own vector implementation; "envpool" and "atari" are C++ engines; with "pettingzoo"
+            each agent of a game is one of the environments. "auto" takes "atari" for ALE's games,
+            "vector" for a `VectorEnv`, and "gymnasium" for all others.
         seed, worker: root of the seed tree and this worker's branch of it.
         box_actions: "clip", "scale" or "raw"; see `ActionMap`.
         check_finite: refuse NaN and infinity, naming env, episode, step and seed.
@@ -92,6 +93,10 @@ def make_vec(
         return make_envpool(env, num_envs, **common, **env_kwargs)
     if isinstance(env, VectorEnv):
         return _adapt(env, num_envs, backend, common)
+    if backend == "pettingzoo":
+        from manyhands.envs.multi_agent import make_pettingzoo
+
+        return make_pettingzoo(env, num_envs, env_kwargs=env_kwargs, **common)
     source = resolve(env)
     if backend == "atari" or (backend == "auto" and is_atari(source)):
         return make_atari(source, num_envs, **common, **env_kwargs)
@@ -205,7 +210,9 @@ def seeded_vector(
 def to_look_at(env: str, backend: str, num_envs: int) -> int:
     """How many environments to make where one is enough, of the `num_envs` of a worker: one, but
     all where they come together."""
-    together = backend == "vector" or (backend == "auto" and takes_num_envs(resolve(env)))
+    together = backend in ("vector", "pettingzoo") or (
+        backend == "auto" and takes_num_envs(resolve(env))
+    )
     return max(1, num_envs) if together else 1
 
 

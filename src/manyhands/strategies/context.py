@@ -99,6 +99,7 @@ class Context:
         self.across = Alone()
         if self.group is not None and self.group.size > 1:
             self.across = OverGroup(self.group, self.phases)
+        self._seat_opponents()
 
     def make_envs(self) -> tuple[VecAdapter, EnvNoise]:
         """This worker's environments, and the chance in its actions.
@@ -128,7 +129,16 @@ class Context:
         )
         self.envs.number_from(first)
         self.first_env = first
+        self._seat_opponents()
         return self.envs, EnvNoise(seed, first, here)
+
+    def _seat_opponents(self) -> None:
+        """Once there are games with other seats, and a policy to play them."""
+        envs: Any = self.envs
+        if hasattr(envs, "others") and hasattr(self, "algorithm"):
+            from manyhands.strategies.opponents import Opponents
+
+            envs.others = Opponents(self)
 
     @property
     def frame_stack(self) -> int:

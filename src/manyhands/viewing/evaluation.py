@@ -168,8 +168,8 @@ def needs_vector(experiment: Experiment, source: Any) -> bool:
 def _single_envs(experiment: Experiment, count: int) -> list[Any] | None:
     """Plain environments, whose `info` can be asked; None when there are only vector envs."""
     run = experiment.run
-    if run.env_backend == "envpool":
-        return None  # EnvPool has names of its own
+    if run.env_backend in ("envpool", "pettingzoo"):
+        return None  # these have names of their own
     source = resolve(run.env)
     if needs_vector(experiment, source):
         return None
@@ -263,9 +263,10 @@ def _play_vector(
     A share is fixed beforehand, so that an environment of short episodes gives no more of them.
     """
     run = experiment.run
-    source = None if run.env_backend == "envpool" else resolve(run.env)
-    if callable(source):
-        # It may make a certain number, or multiples of one: training has asked for so many.
+    # A callable may make a certain number, or multiples of one, and so do games of several agents:
+    # training has asked for so many.
+    games = run.env_backend == "pettingzoo"
+    if games or (run.env_backend != "envpool" and callable(resolve(run.env))):
         num_envs = run.envs_per_worker
     envs = make_vec(
         run.env,
@@ -275,6 +276,8 @@ def _play_vector(
         box_actions="raw",  # the policy's actions are the environment's already
         **run.env_kwargs,
     )
+    if hasattr(envs, "others"):
+        envs.others = lambda obs, _: policy.act_batch(obs, deterministic=False)
     share = [episodes // num_envs + (i < episodes % num_envs) for i in range(num_envs)]
     ended: dict[tuple[int, int], tuple[float, int]] = {}
     try:
