@@ -24,13 +24,13 @@ from manyhands.envs import make_vec
 from manyhands.envs.adapter import ActionMap
 from manyhands.envs.make import to_look_at
 from manyhands.envs.registry import resolve, takes_num_envs
-from manyhands.envs.spaces import load_spaces
+from manyhands.envs.spaces import choices, flat_mask, has_mask, load_spaces
 from manyhands.errors import ConfigError, SupportError
 from manyhands.math.running_stats import Normaliser
 from manyhands.networks.build import ActorCritic, RecurrentActorCritic, to_tensor
-from manyhands.networks.numpy.distributions import mode, sample
+from manyhands.networks.numpy.distributions import masked, mode, sample
 from manyhands.trees import Array
-from manyhands.types import Obs
+from manyhands.types import MASK, OBSERVATION, Obs
 
 FILE = "policy.safetensors"
 
@@ -116,14 +116,25 @@ class Policy:
         """Share a generator with others, from here on."""
         self._rng = rng
 
-    def act(self, observation: Any, deterministic: bool = True) -> Any:
-        """The action for one observation, as the environment gives it and takes it."""
-        return self.act_batch(_as_batch(observation), deterministic)[0]
+    def act(self, observation: Any, deterministic: bool = True, *, mask: Any = None) -> Any:
+        """The action for one observation, as the environment gives it and takes it.
+
+        Args:
+            mask: which actions are possible, such as info["action_mask"], where the observation
+                does not say so itself.
+        """
+        masks = None if mask is None else flat_mask(mask)[None]
+        return self.act_batch(_as_batch(observation), deterministic, mask=masks)[0]
 
     @torch.no_grad()
-    def act_batch(self, observations: Obs, deterministic: bool = True) -> Array:
-        """Actions for observations [N, ...]."""
+    def act_batch(
+        self, observations: Obs, deterministic: bool = True, *, mask: Any = None
+    ) -> Array:
+        """Actions for observations [N, ...], with masks [N, actions]."""
+        self._check_mask(observations, mask)
         parameters = self._parameters(self._seen(observations)).cpu().numpy()
+        if mask is not None:
+            parameters = masked(parameters, {MASK: np.asarray(mask)})
         if deterministic:
             chosen = mode(self.model.head, parameters)
         else:
@@ -183,8 +194,22 @@ class Policy:
 
         return export(self, Path(path))
 
+    def _check_mask(self, observations: Any, mask: Any) -> None:
+        """A policy that was trained with masks must not be left without one."""
+        there = mask is not None or (isinstance(observations, dict) and MASK in observations)
+        if has_mask(self.observation_space) and not there:
+            raise ConfigError(
+                "this policy was trained with masks of actions; give one with the observation: "
+                f'policy.act(observation, mask=info["{MASK}"])'
+            )
+        if mask is not None:
+            choices(self.action_space)
+
     def _seen(self, observations: Any) -> Any:
-        """Named parts of a nested observation, normalised, as tensors."""
+        """Named parts of a nested observation, normalised, as tensors; in the form of the space,
+        whatever a mask is given in."""
+        if has_mask(self.observation_space) and not isinstance(observations, dict):
+            observations = {OBSERVATION: observations}
         if type(self.observation_space).__name__ == "Dict":
             observations = trees.named(observations)
         return to_tensor(self.normaliser.apply(observations), self._device)

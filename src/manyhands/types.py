@@ -23,6 +23,17 @@ Obs = Any  # an array [B, ...], or for a Dict space a dict of them
 Batch = dict[str, Any]  # rows [N, ...]: obs, action, logp, value, parameters, advantage, target
 Info = dict[str, float]  # what an update reports
 
+MASK = "action_mask"  # the key of an observation that says which actions are possible
+OBSERVATION = "observation"  # the key of what else there is, where that is one array
+
+
+def without_mask(obs: Obs) -> Obs:
+    """What a network looks at: all but the mask, and not in a dict where it is one array."""
+    if not isinstance(obs, dict) or MASK not in obs:
+        return obs
+    rest = {key: part for key, part in obs.items() if key != MASK}
+    return rest[OBSERVATION] if list(rest) == [OBSERVATION] else rest
+
 
 class Acted(NamedTuple):
     """What a policy gives for N observations."""

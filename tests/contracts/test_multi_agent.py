@@ -278,6 +278,14 @@ def test_games_go_on_where_they_were() -> None:
     assert play(again, 5) == expected[4:]
 
 
+def test_only_possible_moves_are_made_in_any_seat(tmp_path: Path) -> None:
+    asked = ["train", "ppo", "--env", DUEL, "--env-kwargs", "masks=true", "--num-envs", "6",
+             "--opponents", "2", "--run-dir", str(tmp_path / "run"), "--steps", "192"]  # fmt: skip
+    assert main([*asked, *SMALL]) == 0  # the duel refuses any other
+    seen = {"observation": np.zeros(2, np.float32), "action_mask": np.array([0, 1, 0], np.int8)}
+    assert mh.load(tmp_path / "run").act(seen) == 1
+
+
 @pytest.mark.parametrize("opponents", [0, 3])
 def test_a_duel_is_trained_with_itself_and_with_its_past(opponents: int, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
@@ -306,12 +314,15 @@ def test_a_duel_is_trained_with_itself_and_with_its_past(opponents: int, tmp_pat
         ({"env": RACE, "opponents": 2}, "an AECEnv"),
         ({"env": "CartPole-v1", "env_backend": "auto", "opponents": 2}, "leave --opponents out"),
         ({"env": "pettingzoo.classic.connect_for_v3"}, "there is no environment"),
+        ({"env": DUEL, "lstm": 4}, "leave --lstm out"),
         ({"env": f"{__name__}:make_nothing"}, "needs a ParallelEnv or an AECEnv"),
     ],
 )
 def test_faults_are_said_before_anything_starts(options: dict[str, Any], said: str) -> None:
     asked = {"env_backend": "pettingzoo", "num_envs": 6, "minibatch": 256} | options
-    (fault,) = validate.faults(build("ppo", **asked))
+    if "lstm" in asked:
+        del asked["minibatch"]
+    (fault,) = validate.faults(build("impala" if "lstm" in asked else "ppo", **asked))
     assert said in fault
 
 

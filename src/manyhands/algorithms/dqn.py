@@ -6,6 +6,7 @@
     L  = Σ w · huber(δ) / rows,  w the importance weights of prioritized replay; one step of Adam
     θ̄  ← θ every k updates, or a little after each
 
+Where the environment says which actions are possible, both choices are among these.
 Acts ε-greedily; of several environments each has its own ε (the ladder of arXiv:1803.00933), whose
 base falls in a straight line at the beginning. With strategy apex it is Ape-X DQN.
 Differs from the papers: Adam instead of RMSProp; the ladder's base may fall.
@@ -24,11 +25,12 @@ from manyhands.math import losses
 from manyhands.math.optimiser import make_schedule
 from manyhands.networks.build import to_tensor
 from manyhands.networks.flat import FlatParameters
+from manyhands.networks.numpy.distributions import masked
 from manyhands.networks.numpy.mlp import NumpyMLP, encoding
 from manyhands.networks.q import DuelingOut, QNetwork
 from manyhands.streams import EnvNoise
 from manyhands.trees import Array
-from manyhands.types import Batch, Info, Obs
+from manyhands.types import MASK, Batch, Info, Obs
 
 
 class DQN(OffPolicy):
@@ -114,7 +116,8 @@ class FastQ:
         self._net = NumpyMLP(flat, model.policy_trunk, "policy_trunk", out)
 
     def look(self, obs: Obs) -> Array:
-        return self._joined(self._net.look(self._encode(obs)))
+        q = self._joined(self._net.look(self._encode(obs)))
+        return masked(q, obs) if isinstance(obs, dict) else q
 
     def forward(self, obs: Obs) -> Array:
         return self._joined(self._net.forward(self._encode(obs)))
@@ -152,7 +155,8 @@ class EpsilonGreedy:
 
     def act(self, obs: Obs, steps: int) -> tuple[Array, Array]:
         self.epsilons = self._at(steps)
-        actions = epsilon_greedy(self._dqn.q(obs), self.epsilons, self._chance)
+        mask = obs.get(MASK) if isinstance(obs, dict) else None
+        actions = epsilon_greedy(self._dqn.q(obs), self.epsilons, self._chance, mask)
         return actions, (actions + self._start if self._start else actions)
 
     def restart(self, ended: Array) -> None:

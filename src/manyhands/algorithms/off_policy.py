@@ -185,10 +185,16 @@ def annealed(start: float, end: float, over: int, steps: int) -> float:
     return (1.0 - done) * start + done * end
 
 
-def epsilon_greedy(q: Array, epsilon: Array, chance: EnvNoise) -> Array:
-    """The best of each row of Q [N, n], or any action at all with probability ε [N]."""
+def epsilon_greedy(q: Array, epsilon: Array, chance: EnvNoise, mask: Array | None = None) -> Array:
+    """The best of each row of Q [N, n], or any action at all with probability ε [N].
+
+    With a mask [N, n], any that is possible; the best is possible, for Q says so (`masked`).
+    """
     drawn = chance.random((len(q), 2))
-    anything = np.minimum((drawn[:, 1] * q.shape[1]).astype(np.int64), q.shape[1] - 1)
+    count = q.shape[1] if mask is None else np.count_nonzero(mask, axis=1)
+    anything = np.minimum((drawn[:, 1] * count).astype(np.int64), np.maximum(count, 1) - 1)
+    if mask is not None:  # the first action with so many possible ones before it
+        anything = np.argmax(np.cumsum(mask != 0, axis=1) > anything[:, None], axis=1)
     return np.asarray(np.where(drawn[:, 0] < epsilon, anything, q.argmax(axis=1)))
 
 

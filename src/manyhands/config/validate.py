@@ -1,7 +1,7 @@
 """Everything that can be wrong with a run before it starts, all of it at once.
 
 Each fault gives what was asked, the arithmetic, and what to type instead. No process is started;
-one environment is made, to look at its spaces, and closed again.
+an environment is made, to look at its spaces, and closed again.
 """
 
 from __future__ import annotations
@@ -378,7 +378,7 @@ def _environment_faults(experiment: Experiment) -> Iterator[str]:
         yield f"env_kwargs has {', '.join(clash)}, which the run itself decides"
         return
     try:
-        yield from _look_at(run)
+        yield from _look_at(run, getattr(experiment.options, "lstm", 0))
     except ManyhandsError as error:
         yield str(error)
     except Exception as error:  # the environment is anybody's code and may raise anything
@@ -448,7 +448,7 @@ def _network_faults(experiment: Experiment, look: Any) -> Iterator[str]:
         yield f"network {experiment.run.network} failed: {type(error).__name__}: {error}"
 
 
-def _look_at(run: RunConfig) -> Iterator[str]:
+def _look_at(run: RunConfig, lstm: int) -> Iterator[str]:
     """Make one environment, ask its spaces, close it."""
     from gymnasium.vector import VectorEnv
 
@@ -471,6 +471,11 @@ def _look_at(run: RunConfig) -> Iterator[str]:
         look.close()
         if run.opponents and not hasattr(look, "others"):
             yield _NO_OTHERS.format(run.env)
+        if lstm and hasattr(look, "others"):
+            yield (
+                f"{run.env} is played in turns, and the policy in the other seats would need a "
+                "memory of its own for each game; leave --lstm out"
+            )
         return
     if run.opponents:
         yield _NO_OTHERS.format(run.env)
@@ -500,11 +505,12 @@ def _look_at(run: RunConfig) -> Iterator[str]:
 
 def _space_faults(run: RunConfig, observations: Any, actions: Any) -> Iterator[str]:
     from manyhands.envs.adapter import ActionMap
-    from manyhands.envs.spaces import check_observation_space, flat_space
+    from manyhands.envs.spaces import check_mask, check_observation_space, flat_space
     from manyhands.math.running_stats import normalised_parts
 
     for look in (
         lambda: check_observation_space(observations),
+        lambda: check_mask(observations, actions),
         lambda: ActionMap(actions, run.box_actions),
     ):
         try:

@@ -31,15 +31,18 @@ from gymnasium import spaces
 
 from manyhands import seeding, trees
 from manyhands.envs.spaces import (
+    LegalCheck,
     check_action_space,
+    check_mask,
     check_observation_space,
     flat_space,
+    has_mask,
     zeros,
 )
 from manyhands.errors import ConfigError, WorkerError
 from manyhands.streams import EpisodeSeeds
 from manyhands.trees import Array
-from manyhands.types import Obs
+from manyhands.types import MASK, Obs
 
 BoxActions = Literal["clip", "scale", "raw"]
 
@@ -116,6 +119,7 @@ class VecAdapter(ABC):
         if num_envs < 1:
             raise ConfigError(f"num_envs={num_envs}; at least 1 is needed")
         check_observation_space(observation_space)
+        check_mask(observation_space, action_space)
         self.observation_space = flat_space(observation_space)
         self.action_space = action_space
         self.to_env = ActionMap(action_space, box_actions)
@@ -124,6 +128,7 @@ class VecAdapter(ABC):
         self.worker = worker
         self.action_space.seed(seeding.integer(self.seed, "action", worker))
         self._finite = FiniteCheck(self.observation_space, num_envs) if check_finite else None
+        self._legal = LegalCheck(action_space) if has_mask(observation_space) else None
         self._seed_of = [EpisodeSeeds(self.seed, worker, i) for i in range(num_envs)]
         self._first = 0  # the number of sub-environment 0 among all workers' together
         self._begun = [0] * num_envs  # episodes begun; the next one's index
@@ -225,6 +230,19 @@ class VecAdapter(ABC):
     def _check_row(self, obs: Obs) -> None:
         if self._finite is not None and not self._finite.holds(obs):
             raise self._not_finite("an observation", self._finite.bad_row(obs))
+
+    def _check_masks(self, obs: Obs, envs: Sequence[int] | Array | None = None) -> None:
+        """Whether something can be done wherever an action is to be chosen; `envs`: the rows'."""
+        if self._legal is None:
+            return
+        bad = self._legal.bad_rows(obs[MASK])
+        if len(bad):
+            env = int(bad[0] if envs is None else envs[bad[0]])
+            raise WorkerError(
+                f"the {MASK} of {self._where(env)} leaves no action that is possible; a state in "
+                "which nothing can be done has to end its episode with terminated=True",
+                rank=self.worker,
+            )
 
     def _not_finite(self, what: str, env: int) -> WorkerError:
         return WorkerError(

@@ -10,12 +10,18 @@ import numpy as np
 
 from manyhands import trees
 from manyhands.envs.spaces import (
+    MaskedObservation,
     check_action_space,
+    check_mask,
     check_observation_space,
+    choices,
+    flat_mask,
     flat_space,
+    has_mask,
     shape_fault,
 )
 from manyhands.errors import ConfigError
+from manyhands.types import MASK
 
 
 def check_env(
@@ -41,6 +47,9 @@ def check_env(
             f"this is a {type(subject).__name__}, not a gymnasium.Env: "
             "write `class MyEnv(gymnasium.Env):`"
         ]
+    space: Any = getattr(subject, "observation_space", None)
+    if has_mask(space) and isinstance(space[MASK], gymnasium.spaces.Tuple):
+        subject = MaskedObservation(subject)  # as in training
     try:
         findings = _space_findings(subject)
         if not findings:
@@ -69,6 +78,11 @@ def _space_findings(env: Any) -> list[str]:
             check(space)
         except ConfigError as fault:
             findings.append(str(fault))
+    if not findings:
+        try:
+            check_mask(env.observation_space, env.action_space)
+        except ConfigError as fault:
+            findings.append(str(fault))
     return findings
 
 
@@ -95,11 +109,11 @@ def _reset_findings(env: Any, seed: int) -> list[str]:
 
 def _step_findings(env: Any, steps: int, seed: int) -> list[str]:
     env.action_space.seed(seed)
-    needs_reset, ended = False, 0
+    needs_reset, ended = True, 0
     for t in range(steps):
         if needs_reset:
-            env.reset()
-        action = env.action_space.sample()
+            observation, info = env.reset()
+        action = _any_action(env, observation, info)
         try:
             result = env.step(action)
         except Exception as error:
@@ -107,6 +121,7 @@ def _step_findings(env: Any, steps: int, seed: int) -> list[str]:
         findings = _result_findings(env, result, t)
         if findings:
             return findings
+        observation, info = result[0], result[4]
         needs_reset = bool(result[2] or result[3])
         ended += needs_reset
     if ended == 0 and steps >= 1000:
@@ -166,9 +181,7 @@ def _observation_findings(env: Any, observation: Any, where: str) -> list[str]:
 
 
 def _determinism_findings(env: Any, steps: int, seed: int) -> list[str]:
-    env.action_space.seed(seed)
-    actions = [env.action_space.sample() for _ in range(steps)]
-    first, second = _trace(env, actions, seed), _trace(env, actions, seed)
+    first, second = _trace(env, steps, seed), _trace(env, steps, seed)
     for t, (a, b) in enumerate(zip(first, second, strict=False)):
         if not _same(a, b):
             when = "right after reset" if t == 0 else f"after {t} equal actions"
@@ -179,11 +192,23 @@ def _determinism_findings(env: Any, steps: int, seed: int) -> list[str]:
     return []
 
 
-def _trace(env: Any, actions: list[Any], seed: int) -> list[Any]:
-    observation, _ = env.reset(seed=seed)
+def _any_action(env: Any, observation: Any, info: dict[str, Any]) -> Any:
+    """One that is possible, where the environment says which ones are."""
+    mask = observation.get(MASK) if isinstance(observation, dict) else info.get(MASK)
+    if mask is None:
+        return env.action_space.sample()
+    sizes = choices(env.action_space)
+    parts = np.split(flat_mask(mask), np.cumsum(sizes)[:-1])
+    return env.action_space.sample(mask=parts[0] if len(sizes) == 1 else tuple(parts))
+
+
+def _trace(env: Any, steps: int, seed: int) -> list[Any]:
+    env.action_space.seed(seed)
+    observation, info = env.reset(seed=seed)
     trace = [_frozen(observation)]
-    for action in actions:
-        observation, reward, terminated, truncated, _ = env.step(action)
+    for _ in range(steps):
+        action = _any_action(env, observation, info)
+        observation, reward, terminated, truncated, info = env.step(action)
         trace.append((_frozen(observation), float(reward), bool(terminated), bool(truncated)))
         if terminated or truncated:
             break

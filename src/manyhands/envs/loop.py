@@ -164,6 +164,7 @@ class EnvLoop(VecAdapter):
         self._leave_chance()
         self._running = True
         self._check_row(obs)
+        self._check_masks(obs)
         return obs
 
     def step(self, actions: Array, out: Step | None = None) -> Step:
@@ -198,6 +199,7 @@ class EnvLoop(VecAdapter):
             self._bind_steps()
         self._store_rewards(rewards, row)
         self._check_row(row.obs)
+        self._check_masks(row.obs)
         return row
 
     def close(self) -> None:
@@ -282,6 +284,8 @@ class EnvLoop(VecAdapter):
         """File the episode and begin the next; its first observation is what to act on."""
         final = copy_single(self.observation_space, last)
         self._check_final(i, final)
+        if self._legal is not None and not row.terminated[i]:  # a value of it will be asked for
+            self._check_masks(trees.map(lambda x: x[None], final), [i])
         row.finals.append(Final(i, final))
         # A bad reward earlier in the episode was refused in its own step, so it is this one's.
         if self._finite is not None and not math.isfinite(self._returns[i]):
@@ -376,7 +380,13 @@ class NamedParts(gymnasium.ObservationWrapper):  # type: ignore[misc]
 
 
 # Wrappers whose own state is known: they count steps, or remember that there was a reset.
-_KNOWN_WRAPPERS = ("OrderEnforcing", "PassiveEnvChecker", "TimeLimit", "NamedParts")
+_KNOWN_WRAPPERS = (
+    "OrderEnforcing",
+    "PassiveEnvChecker",
+    "TimeLimit",
+    "MaskedObservation",
+    "NamedParts",
+)
 
 
 def own_state(env: gymnasium.Env[Any, Any]) -> dict[str, Any] | None:

@@ -41,11 +41,10 @@ from manyhands.envs.registry import EnvSource, resolve
 from manyhands.envs.spaces import zeros
 from manyhands.errors import ConfigError, WorkerError, needs
 from manyhands.trees import Array
-from manyhands.types import Obs
+from manyhands.types import MASK, Obs
 
 LONGEST = 100_000  # actions of a game that is played again; a longer one is not resumed
 _TRIES = 1000  # games in a row that may end before the agent has had a turn
-_MASK = "action_mask"
 
 
 def make_pettingzoo(
@@ -216,6 +215,7 @@ class Games(VecAdapter):
     def _give(self, row: Step) -> Step:
         trees.copy_into(row.obs, self._shown)
         self._check_row(row.obs)
+        self._check_masks(row.obs)
         if self._finite is not None and not np.isfinite(row.reward).all():
             raise self._not_finite("a reward", int(np.argmin(np.isfinite(row.reward))))
         return row
@@ -238,6 +238,7 @@ class Together(Games):
         obs = self.blank().obs if out is None else out
         trees.copy_into(obs, self._shown)
         self._check_row(obs)
+        self._check_masks(obs)
         return obs
 
     def step(self, actions: Array, out: Step | None = None) -> Step:
@@ -302,8 +303,8 @@ class Together(Games):
 
     def _wait(self, i: int) -> None:
         self._waits[i] = True
-        if isinstance(self._shown, dict) and _MASK in self._shown:
-            self._shown[_MASK][i] = 1  # whatever is chosen is not played
+        if self._legal is not None:
+            self._shown[MASK][i] = 1  # whatever is chosen is not played
 
     def _repeat(self, game: int, done: list[Any]) -> str:
         self._deal(game, self._seeds[self._rows_of(game)[0]])
@@ -350,6 +351,7 @@ class Seats(Games):
         obs = self.blank().obs if out is None else out
         trees.copy_into(obs, self._shown)
         self._check_row(obs)
+        self._check_masks(obs)
         return obs
 
     def step(self, actions: Array, out: Step | None = None) -> Step:

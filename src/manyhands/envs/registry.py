@@ -18,9 +18,15 @@ from typing import Any
 
 import gymnasium
 
+from manyhands import streams
+from manyhands.envs.spaces import MaskedObservation, has_mask
 from manyhands.errors import ConfigError, ManyhandsError, SupportError, needs
+from manyhands.types import MASK
 
 EnvSource = str | Callable[..., Any]
+
+# Whose `info` is known to have no mask: nobody has to look.
+_WITHOUT_MASKS = re.compile(r"ale_py|gymnasium\.envs\.(?!toy_text)")
 
 ATARI_ID = re.compile(r"^ALE/|NoFrameskip-v\d+$|-ram-v\d+$")
 
@@ -129,7 +135,7 @@ def env_factory(env: EnvSource, env_kwargs: dict[str, Any], num_envs: int = 1) -
             quiet_mujoco()
             return factory(**told, **env_kwargs)
 
-        return make_own
+        return _with_masks(make_own, env, env_kwargs)
 
     spec = copy.deepcopy(known_id(env))
     spec.order_enforce = False
@@ -139,7 +145,47 @@ def env_factory(env: EnvSource, env_kwargs: dict[str, Any], num_envs: int = 1) -
         with friendly_errors(env):
             return gymnasium.make(spec, disable_env_checker=True, **env_kwargs)
 
-    return make
+    if _WITHOUT_MASKS.match(str(spec.entry_point)):
+        return make
+    return _with_masks(make, env, env_kwargs)
+
+
+_gives_mask: dict[tuple[EnvSource, str], bool] = {}  # in `info`, by what the environment is made of
+
+
+def _with_masks(
+    make: Callable[[], Any], env: EnvSource, env_kwargs: dict[str, Any]
+) -> Callable[[], Any]:
+    """Environments that give a mask of actions, wherever, show it in the observation.
+
+    Whether `info` has one is seen after a reset only: of an environment that is made for that, so
+    that those which are trained in have no episode more.
+    """
+    key = (env, repr(sorted(env_kwargs.items())))
+
+    def made() -> Any:
+        one = make()
+        if not isinstance(one, gymnasium.Env):
+            return one
+        if has_mask(one.observation_space):
+            part = one.observation_space[MASK]
+            return MaskedObservation(one) if isinstance(part, gymnasium.spaces.Tuple) else one
+        if key not in _gives_mask:
+            _gives_mask[key] = _mask_in_info(make)
+        return MaskedObservation(one) if _gives_mask[key] else one
+
+    return made
+
+
+@streams.given_back()  # environments may draw in the making
+def _mask_in_info(make: Callable[[], Any]) -> bool:
+    with suppress(Exception):  # whatever fails here fails again where it is reported
+        env = make()
+        try:
+            return MASK in env.reset(seed=0)[1]
+        finally:
+            env.close()
+    return False
 
 
 @contextmanager

@@ -1,8 +1,12 @@
-"""Which spaces are understood, and room for observations of them.
+"""Which spaces are understood, room for observations of them, and masks of actions.
 
 Observations are stored as the space says: one array [B, ...], or for a Dict space one array per
 key. A space of spaces is a Dict of named parts here: `camera/left` of a Dict in a Dict, `0` of a
 Tuple (`flat_space`; `trees.named` does the same to its observations).
+
+A mask says which actions are possible now: one number an action, 0 where it is not. It is a key of
+the observation from the environment on (`MaskedObservation`), so that it is stored, sent and
+learned from with the observation that it belongs to.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ import numpy as np
 from gymnasium import spaces
 
 from manyhands.errors import ConfigError
-from manyhands.types import Obs
+from manyhands.trees import Array
+from manyhands.types import MASK, OBSERVATION, Obs
 
 UNBOUNDED = 1e30  # bounds near the largest float are a way to say "none"
 _UNDERSTOOD = "Box, Discrete, MultiDiscrete, MultiBinary, and Dicts and Tuples of these"
@@ -148,6 +153,112 @@ def shape_fault(space: gymnasium.Space[Any], value: Any) -> str:
     if np.shape(value) != tuple(space.shape or ()):
         return f"shape is {np.shape(value)}, the space says {tuple(space.shape or ())}"
     return ""
+
+
+# -- masks of actions ------------------------------------------------------------------------------
+
+
+def has_mask(space: Any) -> bool:
+    return isinstance(space, spaces.Dict) and MASK in space.spaces
+
+
+def space_without_mask(space: Any) -> Any:
+    """The space of what types.without_mask gives."""
+    if not has_mask(space):
+        return space
+    rest = {key: part for key, part in space.spaces.items() if key != MASK}
+    return rest[OBSERVATION] if list(rest) == [OBSERVATION] else spaces.Dict(rest)
+
+
+def choices(actions: Any) -> list[int]:
+    """The number of alternatives of each choice that an action consists of."""
+    match actions:
+        case spaces.Discrete():
+            return [int(actions.n)]
+        case spaces.MultiDiscrete():
+            return [int(n) for n in actions.nvec.ravel()]
+    raise ConfigError(
+        f"the environment gives an {MASK}, which says which of several actions are possible, and "
+        f"its action space is {actions}; masks are for Discrete and MultiDiscrete. Give the key "
+        "another name if it is something else"
+    )
+
+
+def check_mask(observations: Any, actions: Any) -> None:
+    """ConfigError where the observation has a mask that does not fit the actions."""
+    if not has_mask(observations):
+        return
+    part, count = observations[MASK], sum(choices(actions))
+    if len(observations.spaces) == 1:
+        raise ConfigError(f"the observation is an {MASK} and nothing else: there is nothing to see")
+    if isinstance(part, spaces.Box | spaces.MultiBinary) and np.prod(part.shape) == count:
+        return
+    raise ConfigError(
+        f"the observation's {MASK} is {part}, and the action space {actions} needs {count} numbers "
+        f"of 0 and 1, one an alternative; write: spaces.MultiBinary({count})"
+    )
+
+
+class LegalCheck:
+    """Whether something is possible in every row of a batch of masks."""
+
+    def __init__(self, actions: Any) -> None:
+        sizes = choices(actions)
+        self._starts = np.cumsum([0, *sizes[:-1]])
+        self._single = len(sizes) == 1
+
+    def bad_rows(self, masks: Array) -> Array:
+        """Those in which a choice has no alternative left, [k]."""
+        flat = masks.reshape(len(masks), -1) != 0
+        possible = flat.any(axis=1)
+        if not self._single:
+            possible = np.logical_or.reduceat(flat, self._starts, axis=1).all(axis=1)
+        return np.flatnonzero(~possible)
+
+
+class MaskedObservation(gymnasium.Wrapper):  # type: ignore[misc]
+    """The mask as one array under the key "action_mask" of the observation.
+
+    For environments that give it in `info`, or in several parts (one a choice of a MultiDiscrete):
+    {"observation": ..., "action_mask": ...}, or one key more where the observation is a Dict.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        inner = env.observation_space
+        self._keys = inner.spaces if isinstance(inner, spaces.Dict) else None
+        parts = {OBSERVATION: inner} if self._keys is None else dict(self._keys)
+        self._in_info = MASK not in parts
+        self._size = sum(choices(env.action_space))
+        parts[MASK] = spaces.MultiBinary(self._size)
+        self.observation_space = spaces.Dict(parts)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        observation, info = self.env.reset(seed=seed, options=options)
+        return self._merged(observation, info), info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return self._merged(observation, info), reward, terminated, truncated, info
+
+    def _merged(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
+        parts = {OBSERVATION: observation} if self._keys is None else dict(observation)
+        # At the end of an episode there need be none.
+        given = info.get(MASK, np.zeros(self._size)) if self._in_info else parts[MASK]
+        mask = parts[MASK] = flat_mask(given)
+        if mask.shape != (self._size,):
+            raise ConfigError(
+                f"the {MASK} has shape {mask.shape}, and the action space "
+                f"{self.env.action_space} needs {self._size} numbers"
+            )
+        return parts
+
+
+def flat_mask(mask: Any) -> Array:
+    """One row of 0 and 1; a tuple or list of parts end to end."""
+    if isinstance(mask, tuple | list) and len(mask) and np.ndim(mask[0]) > 0:
+        mask = np.concatenate([np.ravel(part) for part in mask])
+    return np.asarray(np.asarray(mask).reshape(-1) != 0, np.int8)
 
 
 # -- spaces in a file ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ Registered with Gymnasium under `manyhands/` when `manyhands.envs` is imported:
     manyhands/Counter-v0       the observation says (seed, episode, step)
     manyhands/NotANumber-v0    NaN in the observation or the reward after n steps
     manyhands/Sleep-v0         takes a set time per step
+    manyhands/Masked-v0        few of many actions are possible, one of them is right
 """
 
 from __future__ import annotations
@@ -208,6 +209,68 @@ class Sleep(gymnasium.Env):  # type: ignore[misc]
         return seen, 1.0, False, self._steps >= self.limit, {}
 
 
+class Masked(gymnasium.Env):  # type: ignore[misc]
+    """`actions` actions, of which `possible` others are possible at each step; an impossible one is
+    an error. Of those the lowest earns 1 where the observation is 0, and the highest where it is 1.
+
+    The mask stands in the observation or in info. With `choices` an action is so many of them, each
+    with a mask of its own.
+    """
+
+    def __init__(
+        self,
+        actions: int = 100,
+        possible: int = 3,
+        where: Literal["observation", "info"] = "observation",
+        choices: int = 0,
+        length: int = 16,
+    ) -> None:
+        self.actions, self.possible, self.where, self.length = actions, possible, where, length
+        self.choices = choices
+        count, shown = max(1, choices), spaces.Box(0.0, 1.0, (1,), np.float32)
+        self.action_space: Any = spaces.Discrete(actions)
+        mask: Any = spaces.MultiBinary(actions)
+        if choices:
+            self.action_space = spaces.MultiDiscrete([actions] * choices)
+            mask = spaces.Tuple([spaces.MultiBinary(actions)] * choices)
+        self.observation_space: Any = shown
+        if where == "observation":
+            self.observation_space = spaces.Dict({"observation": shown, "action_mask": mask})
+        self._legal = [np.zeros(possible, np.int64)] * count
+        self._bit = self._steps = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._draw()
+
+    def step(self, action: Any) -> Result:
+        chosen = np.ravel(action).tolist()
+        for one, legal in zip(chosen, self._legal, strict=True):
+            if one not in legal:
+                raise ConfigError(f"action {one} is impossible now; possible are {legal.tolist()}")
+        right = [one == legal[-self._bit] for one, legal in zip(chosen, self._legal, strict=True)]
+        self._steps += 1
+        observation, info = self._draw()
+        return observation, float(np.mean(right)), False, self._steps >= self.length, info
+
+    def _draw(self) -> tuple[Any, dict[str, Any]]:
+        self._bit = int(self.np_random.integers(2))
+        self._legal = [
+            np.sort(self.np_random.choice(self.actions, self.possible, replace=False))
+            for _ in self._legal
+        ]
+        masks = []
+        for legal in self._legal:
+            masks.append(np.zeros(self.actions, np.int8))
+            masks[-1][legal] = 1
+        mask: Any = tuple(masks) if self.choices else masks[0]
+        shown = np.array([self._bit], np.float32)
+        if self.where == "info":
+            return shown, {"action_mask": mask}
+        return {"observation": shown, "action_mask": mask}, {}
+
+
 TOYS: dict[str, type[Any]] = {
     "TimeLimit": TimeLimit,
     "Identity": Identity,
@@ -215,6 +278,7 @@ TOYS: dict[str, type[Any]] = {
     "Counter": Counter,
     "NotANumber": NotANumber,
     "Sleep": Sleep,
+    "Masked": Masked,
 }
 
 

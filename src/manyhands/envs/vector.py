@@ -29,7 +29,7 @@ from manyhands.envs.adapter import (
 )
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
-from manyhands.types import Obs
+from manyhands.types import MASK, Obs
 
 SeedStyle = Literal["list", "array", "int", "at_creation"]
 
@@ -133,7 +133,12 @@ class VectorAdapter(VecAdapter):
         again = self._running
         if not again or (self._episode_seeds and self._seed_style != "at_creation"):
             seeds = [self._episode_seed(i) for i in range(self.num_envs)]
-        given, _ = self.env.reset(seed=self._seed_argument(seeds))
+        given, info = self.env.reset(seed=self._seed_argument(seeds))
+        if MASK in info and self._legal is None:
+            raise ConfigError(
+                f"the vector env gives an {MASK} in info; put it into the observation, under the "
+                f"key {MASK!r} of a Dict space"
+            )
         for i in range(self.num_envs):
             self._begin(i, seeds[i] if self._seed_style != "int" else None)
         self._ended[:] = False
@@ -142,6 +147,7 @@ class VectorAdapter(VecAdapter):
         obs = self.blank().obs if out is None else out
         trees.copy_into(obs, self._flat(given))
         self._check_row(obs)
+        self._check_masks(obs)
         return obs
 
     def step(self, actions: Array, out: Step | None = None) -> Step:
@@ -174,6 +180,10 @@ class VectorAdapter(VecAdapter):
             np.clip(row.reward, -self._reward_clip, self._reward_clip, out=row.reward)
         if done.any():
             self._finish(np.flatnonzero(done), info, row)
+        if self._legal is not None:
+            # Where an episode has terminated, nothing need be possible, nor is anything chosen.
+            acted_on = ~row.terminated if self.mode == "NextStep" else np.ones(len(done), np.bool_)
+            self._check_masks(trees.take(row.obs, acted_on), np.flatnonzero(acted_on))
         self._ended = done if self.mode == "NextStep" else self._ended
         return row
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
-from manyhands.types import Obs
+from manyhands.types import MASK, Obs
 
 # Rows and bytes (in float64) of which the moments are taken at once: on the few rows of one step
 # numpy's calls cost far more than its sums. Rows as large as images are taken as they come.
@@ -202,16 +202,16 @@ class RunningStats:
 
 
 def normalised_parts(observation_space: Any) -> list[str]:
-    """What statistics are kept of: a Box ("", all of it), or the parts of a Dict that are Boxes of
-    floats. Images of bytes, choices and masks stay as they are."""
+    """What statistics are kept of: a Box ("", all of it; or all there is beside a mask), or those
+    parts of a Dict that are Boxes of floats. Images of bytes, choices and masks stay as they are.
+    """
     if type(observation_space).__name__ == "Box":
         return [""]
-    parts = getattr(observation_space, "spaces", {}) or {}
-    return [
-        name
-        for name, part in parts.items()
-        if type(part).__name__ == "Box" and part.dtype.kind == "f" and name != "action_mask"
-    ]
+    inner = getattr(observation_space, "spaces", {}) or {}
+    parts = {k: p for k, p in inner.items() if k != MASK and type(p).__name__ == "Box"}
+    if MASK in inner and len(inner) == 2:
+        return list(parts)
+    return [name for name, part in parts.items() if part.dtype.kind == "f"]
 
 
 class Normaliser:

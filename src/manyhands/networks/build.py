@@ -35,7 +35,7 @@ from manyhands.networks.encoders import (
     mlp,
     untouched_chance,
 )
-from manyhands.networks.heads import DiagonalGaussian, Head, make_head
+from manyhands.networks.heads import DiagonalGaussian, Head, make_head, masked
 from manyhands.networks.numpy.distributions import sample
 from manyhands.trees import Array
 from manyhands.types import Acted, Obs
@@ -104,14 +104,14 @@ class ActorCritic(nn.Module):
 
     def forward(self, observations: Observations) -> tuple[Tensor, Tensor]:
         features = self._policy_features(observations)
-        parameters = self._distribution(features)
+        parameters = self._distribution(features, observations)
         if not self.shared:
             features = self._value_features(observations)
         return parameters, self.value_out(features).squeeze(-1)
 
     def policy(self, observations: Observations) -> Tensor:
         """Distribution parameters only, [N, P]."""
-        return self._distribution(self._policy_features(observations))
+        return self._distribution(self._policy_features(observations), observations)
 
     def value(self, observations: Observations) -> Tensor:
         """Values only, [N]."""
@@ -139,10 +139,10 @@ class ActorCritic(nn.Module):
         features: Tensor = self.value_trunk(self.value_encoder(observations))
         return features
 
-    def _distribution(self, features: Tensor) -> Tensor:
+    def _distribution(self, features: Tensor, observations: Observations) -> Tensor:
         outputs: Tensor = self.policy_out(features)
         if self.log_std is None:
-            return outputs
+            return masked(outputs, observations)
         return torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
 
 
@@ -236,7 +236,7 @@ class RecurrentActorCritic(nn.Module):
         """One step of N environments; `state` is [N, S]."""
         features = self.policy_trunk(self.policy_encoder(observations))
         hidden, cell = self.lstm(features, state.chunk(2, 1))
-        parameters, values = self._heads(hidden)
+        parameters, values = self._heads(hidden, observations)
         return parameters, values, torch.cat([hidden, cell], 1)
 
     def policy(self, observations: Observations) -> Tensor:
@@ -267,11 +267,11 @@ class RecurrentActorCritic(nn.Module):
             hiddens.append(hidden)
             cells.append(cell)
         together = torch.cat(hiddens)
-        parameters, values = self._heads(together)
+        parameters, values = self._heads(together, observations)
         return parameters, values, torch.cat([together, torch.cat(cells)], 1)
 
-    def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        outputs: Tensor = self.policy_out(hidden)
+    def _heads(self, hidden: Tensor, observations: Observations) -> tuple[Tensor, Tensor]:
+        outputs: Tensor = masked(self.policy_out(hidden), observations)
         if self.log_std is not None:
             outputs = torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
         return outputs, self.value_out(hidden).squeeze(-1)

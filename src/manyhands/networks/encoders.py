@@ -4,7 +4,7 @@
     Box of bytes, three dimensions    -> image: convolutions
     Discrete, MultiDiscrete           -> one-hot
     MultiBinary                       -> vector
-    Dict                              -> its parts end to end, keys sorted
+    Dict                              -> its parts end to end, keys sorted, without action_mask
 
 Images: the network of Nature 518, 529 (2015) from 36 × 36 on; for the tiny pictures of grid worlds,
 where it does not fit, one layer of 3 × 3 filters as in MinAtar (arXiv:1903.03176).
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.errors import ConfigError
+from manyhands.types import MASK
 
 Observations = Any  # a tensor [N, ...], or a (nested) dict of them
 
@@ -198,7 +199,8 @@ def make_encoder(space: Any, generator: torch.Generator | None = None) -> Encode
     if name == "MultiBinary":
         return VectorEncoder(tuple(space.shape))
     if name == "Dict":
-        return DictEncoder({key: make_encoder(space[key], generator) for key in sorted(space)})
+        keys = [key for key in sorted(space) if key != MASK]  # a mask is for the head alone
+        return DictEncoder({key: make_encoder(space[key], generator) for key in keys})
     raise ConfigError(
         f"no encoder for the observation space {space}; give Box, Discrete, MultiDiscrete, "
         "MultiBinary or a Dict of these"

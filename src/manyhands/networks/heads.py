@@ -10,7 +10,8 @@ then its own, not the new one's by accident.
     DiagonalGaussian   Box             P = 2 d: means, then log standard deviations
 
 Actions are [N, *action_shape] in the terms of the space (a Discrete that starts at 1 gives 1, 2,
-…), but for the Gaussian, whose actions live on the unit scale until `to_env`.
+…), but for the Gaussian, whose actions live on the unit scale until `to_env`. Actions that are
+impossible now have the logit ILLEGAL (`masked`).
 
 WHY not torch.distributions: its objects cost more to make and validate than a small forward pass.
 """
@@ -29,7 +30,9 @@ from torch.nn import functional
 from manyhands.envs.spaces import UNBOUNDED
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
+from manyhands.types import MASK
 
+ILLEGAL = -1e9  # logit of an impossible action: its exponential is exactly 0, and 0 · −10⁹ is 0
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
@@ -54,6 +57,19 @@ class Head(Protocol):
     def to_env(self, actions: Array) -> Array:
         """Actions as the environment wants them: scaled, clipped, of the space's dtype."""
         ...
+
+
+def masked(parameters: Tensor, observations: Any) -> Tensor:
+    """Logits with those of impossible actions at ILLEGAL, where the observation has a mask.
+
+    Log-probabilities, entropy and KL then need no other formula: such an action has probability 0,
+    adds 0 to every sum, and sends no gradient back. The parameters that a rollout stores say which
+    actions were possible.
+    """
+    if not isinstance(observations, dict) or MASK not in observations:
+        return parameters
+    mask = observations[MASK].reshape(-1, parameters.shape[-1])
+    return parameters.masked_fill(mask == 0, ILLEGAL)
 
 
 def log_softmax(logits: Tensor) -> Tensor:

@@ -11,7 +11,8 @@
 WHY an attribute for Q values: as many features as there are actions look the same.
 
 The module gets what the policy sees: a tensor [N, ...] of the space's dtype (float32 where
-observations are normalised), or a dict of them for a Dict space. With features, policy and value
+observations are normalised), or a dict of them for a Dict space, without its action_mask: that is
+applied behind it. With features, policy and value
 have a module each, unless `shared_network` asks for one; so have DDPG's policy and critic.
 """
 
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 from manyhands import seeding, streams, trees
 from manyhands.engines import calls
-from manyhands.envs.spaces import zeros
+from manyhands.envs.spaces import space_without_mask, zeros
 from manyhands.errors import ConfigError
 from manyhands.math.running_stats import normalised_parts
 from manyhands.networks.heads import (
@@ -39,7 +40,9 @@ from manyhands.networks.heads import (
     DiagonalGaussian,
     Head,
     make_head,
+    masked,
 )
+from manyhands.types import without_mask
 
 FEATURES, POLICY_AND_VALUE, Q_VALUES = "features", "policy and value", "Q values"
 
@@ -65,7 +68,7 @@ class OwnEncoder(nn.Module):
         self.module, self.features = module, features
 
     def forward(self, observations: Any) -> Tensor:
-        features: Tensor = self.module(observations)
+        features: Tensor = self.module(without_mask(observations))
         return features
 
 
@@ -79,8 +82,8 @@ class OwnActorCritic(nn.Module):
         self.shared = bool(policy & value)
 
     def forward(self, observations: Any) -> tuple[Tensor, Tensor]:
-        parameters, values = self.module(observations)
-        return parameters, values.reshape(-1)
+        parameters, values = self.module(without_mask(observations))
+        return masked(parameters, observations), values.reshape(-1)
 
     def policy(self, observations: Any) -> Tensor:
         """Distribution parameters only, [N, P]."""
@@ -107,8 +110,8 @@ class OwnQNetwork(nn.Module):
         self.module, self.head = module, head
 
     def forward(self, observations: Any) -> Tensor:
-        q: Tensor = self.module(observations)
-        return q
+        q: Tensor = self.module(without_mask(observations))
+        return masked(q, observations)
 
     def policy(self, observations: Any) -> Tensor:
         """Q as the parameters of a choice: the likeliest is the best."""
@@ -177,7 +180,7 @@ def modules(experiment: Any, observations: Any, actions: Any, *takes: str) -> Ow
     """What the run's own function makes, where it names one."""
     if not experiment.run.network:
         return None
-    return OwnModules(experiment, observations, actions, *takes)
+    return OwnModules(experiment, space_without_mask(observations), actions, *takes)
 
 
 def common(experiment: Any, modules: OwnModules | None) -> dict[str, Any]:

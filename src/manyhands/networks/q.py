@@ -30,7 +30,7 @@ from manyhands.networks.encoders import (
     make_encoder,
     mlp,
 )
-from manyhands.networks.heads import Categorical, DiagonalGaussian
+from manyhands.networks.heads import Categorical, DiagonalGaussian, masked
 from manyhands.networks.numpy.mlp import can_encode
 
 OUT_GAIN, ACTOR_GAIN = 1.0, 0.01
@@ -76,7 +76,7 @@ class DuelingOut(nn.Module):
 
 
 class QNetwork(nn.Module):
-    """forward(observations) -> Q [N, n], one number for each action."""
+    """forward(observations) -> Q [N, n], one number an action; ILLEGAL for impossible ones."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class QNetwork(nn.Module):
 
     def forward(self, observations: Observations) -> Tensor:
         q: Tensor = self.policy_out(self.policy_trunk(self.policy_encoder(observations)))
-        return q
+        return masked(q, observations)
 
     def policy(self, observations: Observations) -> Tensor:
         """Q as the parameters of a choice: the likeliest is the best; draws are softmax of Q."""

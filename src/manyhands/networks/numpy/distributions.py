@@ -25,12 +25,22 @@ import numpy as np
 from manyhands.errors import ConfigError
 from manyhands.networks.heads import (
     HALF_LOG_2PI,
+    ILLEGAL,
     Bernoulli,
     Categorical,
     DiagonalGaussian,
     MultiCategorical,
 )
 from manyhands.trees import Array
+from manyhands.types import MASK
+
+
+def masked(parameters: Array, observations: Any) -> Array:
+    """As that of networks/heads.py; in place."""
+    if isinstance(observations, dict) and MASK in observations:
+        mask = observations[MASK].reshape(parameters.shape)
+        np.copyto(parameters, ILLEGAL, where=mask == 0)
+    return parameters
 
 
 def sample(head: Any, parameters: Array, rng: np.random.Generator) -> tuple[Array, Array]:

@@ -30,7 +30,7 @@ from manyhands.errors import ConfigError
 from manyhands.networks.build import ActorCritic
 from manyhands.networks.encoders import DictEncoder, Observations, OneHotEncoder, VectorEncoder
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.numpy.distributions import has_density, sample
+from manyhands.networks.numpy.distributions import has_density, masked, sample
 from manyhands.trees import Array
 from manyhands.types import Acted
 
@@ -199,7 +199,7 @@ class FastActor:
         """(distribution parameters [N, P], values [N])."""
         x = self._encode(observations)
         features = _run(self._policy_trunk, x)
-        parameters = self._with_log_std(_run(self._policy_out, features))
+        parameters = self._with_log_std(masked(_run(self._policy_out, features), observations))
         if self._value_trunk is not None:
             features = _run(self._value_trunk, x)
         return parameters, _run(self._value_out, features)[:, 0]
@@ -386,6 +386,7 @@ class FastGradient(_Nets):
         work.outputs += policy_out.bias[:, None]
         if self._log_std is not None:
             work.log_stds[...] = self._log_std[:, None]
+        masked(work.outputs.T, observations)  # the slopes of impossible actions are then 0
         np.dot(features[-1], value_out.weight[0], out=work.values)
         work.values += value_out.bias
         return work.parameters, work.values
