@@ -341,6 +341,7 @@ class Agent:
 
     def _evaluate(self, obs: Any) -> Any:
         space = self._envs.observation_space
+        obs = _parts(space, obs)
         if not shape_fault(space, obs):  # one observation
             return self._with_policy(_rows_of_one(obs), deterministic=True)[0]
         return self._with_policy(obs, deterministic=True)
@@ -358,6 +359,7 @@ class Agent:
     def _batch(self, obs: Any, where: str) -> Obs:
         """[B, ...] in the space's own dtype."""
         space, count = self._envs.observation_space, self._envs.num_envs
+        obs = _parts(space, obs)
         given = _rows_of_one(obs) if self._single else obs
         out = zeros(space, (count,))
         for key, room in out.items() if isinstance(out, dict) else [("", out)]:
@@ -631,6 +633,12 @@ class _Reports(Records):
     def take(self) -> dict[str, Any] | None:
         newest, self._newest = self._newest, None
         return newest
+
+
+def _parts(space: Any, obs: Any) -> Any:
+    """The named parts of a nested observation."""
+    several = type(space).__name__ == "Dict" and isinstance(obs, (dict, tuple))
+    return trees.named(obs) if several else obs
 
 
 def _rows_of_one(obs: Any) -> Obs:

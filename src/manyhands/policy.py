@@ -22,7 +22,8 @@ from manyhands import seeding, streams, trees
 from manyhands.config import Experiment, RunConfig, load_toml
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import ActionMap
-from manyhands.envs.registry import resolve
+from manyhands.envs.make import to_look_at
+from manyhands.envs.registry import resolve, takes_num_envs
 from manyhands.envs.spaces import choices, flat_mask, has_mask, load_spaces
 from manyhands.errors import ConfigError, SupportError
 from manyhands.math.running_stats import Normaliser
@@ -38,9 +39,10 @@ BEST = "best"  # folder of the policy that evaluations while training have found
 @streams.given_back()  # environments may draw in the making
 def spaces_of(run: RunConfig) -> tuple[Any, Any]:
     """Observation and action space, of an environment that is made to be looked at."""
-    count = 1
-    source = None if run.env_backend == "envpool" else resolve(run.env)  # it has names of its own
-    if callable(source):
+    count = to_look_at(run.env, run.env_backend, run.envs_per_worker)
+    # EnvPool and PettingZoo have names of their own.
+    source = None if run.env_backend in ("envpool", "pettingzoo") else resolve(run.env)
+    if callable(source) and not takes_num_envs(source):
         first = source(**run.env_kwargs)
         count = first.num_envs if isinstance(first, VectorEnv) else 1  # the callable decides
         first.close()
@@ -114,10 +116,14 @@ class Policy:
 
     def seed(self, seed: int, *path: str | int) -> None:
         """Make actions that are drawn (`deterministic=False`) repeat, from here on."""
-        self._rng = seeding.generator(seed, *path)
+        self.draw_from(seeding.generator(seed, *path))
 
-    def act(self, observation: Obs, deterministic: bool = True, *, mask: Any = None) -> Any:
-        """The action for one observation, as the environment takes it.
+    def draw_from(self, rng: np.random.Generator) -> None:
+        """Share a generator with others, from here on."""
+        self._rng = rng
+
+    def act(self, observation: Any, deterministic: bool = True, *, mask: Any = None) -> Any:
+        """The action for one observation, as the environment gives it and takes it.
 
         Args:
             mask: which actions are possible, such as info["action_mask"], where the observation
@@ -181,8 +187,9 @@ class Policy:
         """Write the policy as one file that needs no manyhands: `.onnx`, or `.pt` (TorchScript).
 
         It takes raw observations [N, ...] and gives deterministic actions [N, ...] as the
-        environment takes them, for any N: normaliser and bounds are inside. A Dict observation
-        becomes one input for each key, keys sorted. SupportError for a policy with an LSTM.
+        environment takes them, for any N: normaliser and bounds are inside. A Dict or Tuple
+        observation becomes one input for each part ("camera/left", "0"), names sorted.
+        SupportError for a policy with an LSTM.
         """
         if isinstance(self.model, RecurrentActorCritic):
             raise SupportError(
@@ -193,7 +200,7 @@ class Policy:
 
         return export(self, Path(path))
 
-    def _check_mask(self, observations: Obs, mask: Any) -> None:
+    def _check_mask(self, observations: Any, mask: Any) -> None:
         """A policy that was trained with masks must not be left without one."""
         there = mask is not None or (isinstance(observations, dict) and MASK in observations)
         if has_mask(self.observation_space) and not there:
@@ -204,10 +211,13 @@ class Policy:
         if mask is not None:
             choices(self.action_space)
 
-    def _seen(self, observations: Obs) -> Any:
-        """Normalised, as tensors; in the form of the space, whatever a mask is given in."""
+    def _seen(self, observations: Any) -> Any:
+        """Named parts of a nested observation, normalised, as tensors; in the form of the space,
+        whatever a mask is given in."""
         if has_mask(self.observation_space) and not isinstance(observations, dict):
             observations = {OBSERVATION: observations}
+        if type(self.observation_space).__name__ == "Dict":
+            observations = trees.named(observations)
         return to_tensor(self.normaliser.apply(observations), self._device)
 
     @property
@@ -262,7 +272,7 @@ def read_policy(folder: Path, file: Path) -> Policy:
     states: dict[str, dict[str, Array]] = {}
     for key, value in arrays.items():
         if key.startswith("normaliser/"):
-            _, part, name = key.split("/")
+            part, _, name = key.removeprefix("normaliser/").rpartition("/")
             states.setdefault(part, {})[name] = value
     normaliser.load_state(states)
     return Policy(

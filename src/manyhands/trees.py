@@ -33,6 +33,17 @@ def map(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     return function(tree, *others)
 
 
+def named(tree: Tree, above: str = "") -> dict[str, Any]:
+    """The leaves by name: `camera/left` is a part of a part, `0` the first of a tuple. A dict that
+    is flat already stays as it is."""
+    nodes = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    leaves: dict[str, Any] = {}
+    for key, node in nodes:
+        name = f"{above}{key}"
+        leaves |= named(node, f"{name}/") if isinstance(node, (dict, tuple)) else {name: node}
+    return leaves
+
+
 def take(tree: T, where: Any) -> T:
     """What stands at an index, a slice or a list of rows of the first axis: numpy's rules."""
     found: Any = tree

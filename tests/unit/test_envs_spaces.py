@@ -21,9 +21,9 @@ from manyhands.streams import EpisodeSeeds
 @pytest.mark.parametrize(
     "space",
     [
-        spaces.Tuple([spaces.Discrete(2)]),
+        spaces.Tuple([spaces.Text(2)]),
         spaces.Text(4),
-        spaces.Dict({"a": spaces.Dict({"b": spaces.Discrete(2)})}),
+        spaces.Dict({"a": spaces.Dict({"b": spaces.Sequence(spaces.Discrete(2))})}),
         spaces.Sequence(spaces.Discrete(2)),
     ],
 )

@@ -59,10 +59,9 @@ def policy_of(
     with torch.no_grad():  # the last layer begins near zero: let the answers differ
         model.policy_out.weight.mul_(300.0)
     normaliser = build_normaliser(experiment, observations)
-    if normaliser.obs is not None:
-        seen = np.random.default_rng(0).normal(3.0, 2.0, (100, *normaliser.obs.shape))
-        normaliser.see(seen)
-        normaliser.synchronise(None)
+    for stats in normaliser.parts.values():
+        stats.update(np.random.default_rng(0).normal(3.0, 2.0, (100, *stats.shape)))
+    normaliser.synchronise(None)
     return Policy(model, normaliser, actions, box_actions, observation_space=observations)
 
 

@@ -60,8 +60,7 @@ class Collector(Stepper):
         self.noise, self.normaliser = noise, normaliser
         b = envs.num_envs
         self._raw = zeros(envs.observation_space, (length + 1, b))
-        raw = trees.take(self._raw, slice(length))
-        self._normal = None if normaliser.obs is None else normaliser.apply(raw)
+        self._seen = normaliser.room(trees.take(self._raw, slice(length)))
         self._flags = {n: np.zeros((length, b), bool) for n in ("terminated", "truncated", "valid")}
         self._reward = np.zeros((length, b), np.float32)
         self._seen = [trees.take(self._raw, t) for t in range(length + 1)]
@@ -143,18 +142,14 @@ class Collector(Stepper):
         store = self._store
         store.action[t], store.logp[t] = acted.actions, acted.logp
         store.value[t], store.parameters[t] = acted.values, acted.parameters
-        if self._normal is not None:
-            trees.put(self._normal, t, seen)
+        self.normaliser.put(self._seen, t, seen)
 
     def _storage(self, acted: Acted) -> Rollout:
         def like(x: Array) -> Array:
             return np.zeros((self.length, *x.shape), x.dtype)
 
-        obs = (
-            self._normal if self._normal is not None else trees.take(self._raw, slice(self.length))
-        )
         return Rollout(
-            obs=obs,
+            obs=self._seen,
             action=like(acted.actions),
             logp=like(acted.logp),
             value=like(acted.values),

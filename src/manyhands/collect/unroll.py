@@ -74,7 +74,7 @@ class UnrollCollector(Stepper):
         self._whole = whole_episodes
         b = envs.num_envs
         self._raw = zeros(envs.observation_space, (length + 1, b))
-        self._seen = normaliser.apply(self._raw)  # where nothing is normalised, the same arrays
+        self._seen = normaliser.room(self._raw)
         flags = ("terminated", "truncated", "valid")
         self._store: dict[str, Array] = {n: np.zeros((length, b), bool) for n in flags}
         self._store["reward"] = np.zeros((length, b), np.float32)
@@ -116,7 +116,7 @@ class UnrollCollector(Stepper):
         if t == 0:
             self._before = self.memory.copy()
         seen = self.normaliser.see(self.current)
-        self._put_seen(t, seen)
+        self.normaliser.put(self._seen, t, seen)
         acted = self._act(seen, t)
         self._remember(t, acted)
         return acted.actions
@@ -136,7 +136,8 @@ class UnrollCollector(Stepper):
 
     def take(self, version: int) -> list[Unroll]:
         """What has been collected, with the policy of that version."""
-        self._put_seen(self.length, self.normaliser.apply(trees.take(self._raw, self.length)))
+        last = self.normaliser.apply(trees.take(self._raw, self.length))
+        self.normaliser.put(self._seen, self.length, last)
         self.valid_steps = int(self._store["valid"].sum()) + self._carried
         self._carried = 0
         whole = self._as_one(self._before, self._ends, version)
@@ -183,10 +184,6 @@ class UnrollCollector(Stepper):
             seen, self.noise, self.memory
         )
         return acted  # type: ignore[no-any-return]
-
-    def _put_seen(self, t: int, seen: Obs) -> None:
-        if self._seen is not self._raw:
-            trees.put(self._seen, t, seen)
 
     def _remember(self, t: int, acted: Acted) -> None:
         for name, value in (("action", acted.actions), ("logp", acted.logp)):

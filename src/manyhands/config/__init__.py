@@ -84,11 +84,18 @@ class RunConfig:
     """With strategy={its}: unrolls or gradients that each worker may have waiting before it
     must wait itself."""
     env_backend: str = "auto"
-    """What steps the environments: auto, gymnasium, vector, envpool or atari."""
+    """What steps the environments: auto, gymnasium, vector, envpool, atari or pettingzoo (games of
+    several agents, who share one policy; each agent counts as one environment)."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Handed to the environment when it is made."""
+    opponents: int = 0
+    """In games of PettingZoo that are played in turns, the other seats are played by one of so many
+    stored versions of the policy, drawn anew for each game (0: by the policy as it is)."""
+    opponent_every: int = 10
+    """Updates after which a version of the policy is stored for that."""
     normalize_observations: bool = False
-    """Bring observations to mean 0 and deviation 1, with statistics of all workers."""
+    """Bring observations to mean 0 and deviation 1, with statistics of all workers; of a Dict or
+    Tuple, each part that is a Box of floats."""
     normalize_rewards: bool | None = None
     """Divide rewards by the deviation of the discounted return (left out: yes for {scaled})."""
     box_actions: Literal["clip", "scale"] = "clip"
@@ -179,7 +186,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "batch": ("num_envs", "rollout_length", "collect", "batch_steps", "overlap"),
     "asynchronous": ("learners", "unrolls", "pushes", "reduce", "reducers", "max_lag", "queue"),
     "environment": (
-        "env_backend", "env_kwargs", "normalize_observations", "normalize_rewards", "box_actions",
+        "env_backend", "env_kwargs", "opponents", "opponent_every", "normalize_observations",
+        "normalize_rewards", "box_actions",
     ),
     "network": ("hidden", "activation", "shared_network", "network", "network_kwargs"),
 }  # fmt: skip

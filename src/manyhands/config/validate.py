@@ -34,10 +34,31 @@ from manyhands.engines import calls, joined
 from manyhands.errors import ConfigError, ManyhandsError, needs
 from manyhands.math.optimiser import make_schedule
 from manyhands.strategies import registry as strategies
-from manyhands.types import MASK
 
-_AT_LEAST_ONE = ("workers", "steps", "num_envs", "rollout_length", "log_every", "eval_episodes")
+_AT_LEAST_ONE = (
+    "workers",
+    "steps",
+    "num_envs",
+    "rollout_length",
+    "log_every",
+    "eval_episodes",
+    "opponent_every",
+)
 _MAY_BE_NEGATIVE = ("target_return",)
+# Arguments of envs.make_vec, which hands all others to the environment
+_NOT_KWARGS = (
+    "env",
+    "num_envs",
+    "seed",
+    "worker",
+    "backend",
+    "box_actions",
+    "check_finite",
+)
+_NO_OTHERS = (
+    "opponents are for games of PettingZoo that are played in turns (an AECEnv), and {} is none; "
+    "leave --opponents out"
+)
 _PACKAGES = {"mpi": "mpi4py", "ray": "ray"}
 # Options that divide the workers, or the batch, and are refused with a strategy that has no use for
 # them. WHY not all: an earlier version let the others pass, and its runs can be resumed.
@@ -363,12 +384,12 @@ def _environment_faults(experiment: Experiment) -> Iterator[str]:
     if run.env_backend not in backends:
         yield f"there is no env_backend {run.env_backend!r}; {nearest(run.env_backend, backends)}"
         return
-    clash = [k for k in run.env_kwargs if k in ("num_envs", "seed", "worker", "backend")]
+    clash = [k for k in run.env_kwargs if k in _NOT_KWARGS]
     if clash:
         yield f"env_kwargs has {', '.join(clash)}, which the run itself decides"
         return
     try:
-        yield from _look_at(run)
+        yield from _look_at(run, getattr(experiment.options, "lstm", 0))
     except ManyhandsError as error:
         yield str(error)
     except Exception as error:  # the environment is anybody's code and may raise anything
@@ -385,9 +406,10 @@ def _fit_faults(experiment: Experiment) -> Iterator[str]:
     if spec.actions == "any" and n_step <= 1 and not run.network:
         return
     from manyhands import envs
+    from manyhands.envs.make import to_look_at
 
     try:
-        here = run.envs_per_worker if run.env_backend == "vector" else 1
+        here = to_look_at(run.env, run.env_backend, run.envs_per_worker)
         backend = typing.cast(Any, run.env_backend)
         look = envs.make_vec(run.env, here, backend=backend, seed=0, **run.env_kwargs)
     except Exception:  # said with the environment's faults
@@ -437,34 +459,53 @@ def _network_faults(experiment: Experiment, look: Any) -> Iterator[str]:
         yield f"network {experiment.run.network} failed: {type(error).__name__}: {error}"
 
 
-def _look_at(run: RunConfig) -> Iterator[str]:
+def _look_at(run: RunConfig, lstm: int) -> Iterator[str]:
     """Make one environment, ask its spaces, close it."""
     from gymnasium.vector import VectorEnv
 
     from manyhands import envs
-    from manyhands.envs.registry import env_factory, is_atari, resolve
+    from manyhands.envs.make import to_look_at
+    from manyhands.envs.registry import env_factory, is_atari, resolve, takes_num_envs
+    from manyhands.envs.vector import as_gymnasium
 
-    own_engine = run.env_backend in ("envpool", "atari", "vector")
+    own_engine = run.env_backend in ("envpool", "atari", "vector", "pettingzoo")
     if own_engine or (run.env_backend == "auto" and is_atari(resolve(run.env))):
-        here = 1 if run.env_backend != "vector" else max(1, run.num_envs // max(1, run.workers))
+        here = to_look_at(run.env, run.env_backend, run.envs_per_worker)
         # These check the spaces when they are made.
-        envs.make_vec(
+        look = envs.make_vec(
             run.env,
             here,
             backend=typing.cast(Any, run.env_backend),
             box_actions=run.box_actions,
             **run.env_kwargs,
-        ).close()
+        )
+        look.close()
+        if run.opponents and not hasattr(look, "others"):
+            yield _NO_OTHERS.format(run.env)
+        if lstm and hasattr(look, "others"):
+            yield (
+                f"{run.env} is played in turns, and the policy in the other seats would need a "
+                "memory of its own for each game; leave --lstm out"
+            )
         return
-    env = env_factory(resolve(run.env), run.env_kwargs)()
+    if run.opponents:
+        yield _NO_OTHERS.format(run.env)
+    source, here = resolve(run.env), run.envs_per_worker
+    env = env_factory(source, run.env_kwargs, max(1, here))()
     try:
         if isinstance(env, VectorEnv):
-            here = run.num_envs // max(1, run.workers)
-            if env.num_envs != here:
+            env = as_gymnasium(env)
+            if env.num_envs != here and takes_num_envs(source):
+                yield (
+                    f"{run.env} was asked for num_envs={here} ({run.num_envs} envs / {run.actors} "
+                    f"workers that act) and made {env.num_envs}; if it makes multiples of one "
+                    "number, let --num-envs be a multiple of that number and of the workers"
+                )
+            elif env.num_envs != here:
                 yield (
                     f"{run.env} makes {env.num_envs} environments at once, and each worker has "
-                    f"{here} ({run.num_envs} envs / {run.workers} workers); type: --num-envs "
-                    f"{env.num_envs * run.workers}"
+                    f"{here} ({run.num_envs} envs / {run.actors} workers); type: --num-envs "
+                    f"{env.num_envs * run.actors}, or give it an argument num_envs"
                 )
             yield from _space_faults(run, env.single_observation_space, env.single_action_space)
         else:
@@ -474,10 +515,9 @@ def _look_at(run: RunConfig) -> Iterator[str]:
 
 
 def _space_faults(run: RunConfig, observations: Any, actions: Any) -> Iterator[str]:
-    from gymnasium.spaces import Box
-
     from manyhands.envs.adapter import ActionMap
-    from manyhands.envs.spaces import check_mask, check_observation_space, has_mask
+    from manyhands.envs.spaces import check_mask, check_observation_space, flat_space
+    from manyhands.math.running_stats import normalised_parts
 
     for look in (
         lambda: check_observation_space(observations),
@@ -488,13 +528,11 @@ def _space_faults(run: RunConfig, observations: Any, actions: Any) -> Iterator[s
             look()
         except ConfigError as error:
             yield str(error)
-    if has_mask(observations) and len(observations.spaces) == 2:
-        # beside a mask, the other key is normalised whatever its name
-        observations = next(p for k, p in observations.spaces.items() if k != MASK)
-    if run.normalize_observations and not isinstance(observations, Box):
+    if run.normalize_observations and not normalised_parts(flat_space(observations)):
         yield (
-            f"normalize_observations needs a Box of numbers, and the observation space is "
-            f"{observations}; type: --no-normalize-observations"
+            "normalize_observations needs a Box of numbers, or a Dict or Tuple with a Box of "
+            f"floats in it, and the observation space is {observations}; type: "
+            "--no-normalize-observations"
         )
 
 

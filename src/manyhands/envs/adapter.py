@@ -35,6 +35,7 @@ from manyhands.envs.spaces import (
     check_action_space,
     check_mask,
     check_observation_space,
+    flat_space,
     has_mask,
     zeros,
 )
@@ -96,7 +97,8 @@ class VecAdapter(ABC):
     """`num_envs` environments that step together: `reset()` once, then `step(actions)`.
 
     Args:
-        observation_space, action_space: of one sub-environment.
+        observation_space, action_space: of one sub-environment; observations of nested spaces
+            come as named parts.
         num_envs: how many.
         seed: root of the seed tree; None draws one (it is kept in `seed`).
         worker: this worker's number: its seeds overlap with no other worker's.
@@ -121,14 +123,14 @@ class VecAdapter(ABC):
             raise ConfigError(f"num_envs={num_envs}; at least 1 is needed")
         check_observation_space(observation_space)
         check_mask(observation_space, action_space)
-        self.observation_space = observation_space
+        self.observation_space = flat_space(observation_space)
         self.action_space = action_space
         self.to_env = ActionMap(action_space, box_actions)
         self.num_envs = num_envs
         self.seed = secrets.randbits(31) if seed is None else seed
         self.worker = worker
         self.action_space.seed(seeding.integer(self.seed, "action", worker))
-        self._finite = FiniteCheck(observation_space, num_envs) if check_finite else None
+        self._finite = FiniteCheck(self.observation_space, num_envs) if check_finite else None
         self._legal = LegalCheck(action_space) if has_mask(observation_space) else None
         self._seed_of = [EpisodeSeeds(self.seed, worker, i) for i in range(num_envs)]
         self._first = 0  # the number of sub-environment 0 among all workers' together

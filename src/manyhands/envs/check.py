@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from manyhands import trees
 from manyhands.envs.spaces import (
     MaskedObservation,
     check_action_space,
@@ -15,6 +16,7 @@ from manyhands.envs.spaces import (
     check_observation_space,
     choices,
     flat_mask,
+    flat_space,
     has_mask,
     shape_fault,
 )
@@ -150,7 +152,12 @@ def _result_findings(env: Any, result: Any, t: int) -> list[str]:
 
 
 def _observation_findings(env: Any, observation: Any, where: str) -> list[str]:
-    space = env.observation_space
+    space = flat_space(env.observation_space)
+    if space is not env.observation_space:
+        if not isinstance(observation, (dict, tuple)):
+            return [f"{where}: the observation is a {type(observation).__name__}, and the space is "
+                    f"{env.observation_space}"]  # fmt: skip
+        observation = trees.named(observation)
     if fault := shape_fault(space, observation):
         return [f"{where}: the observation does not fit observation_space: {fault}"]
     parts = observation if isinstance(observation, dict) else {"": observation}
@@ -209,8 +216,8 @@ def _trace(env: Any, steps: int, seed: int) -> list[Any]:
 
 
 def _frozen(observation: Any) -> Any:
-    if isinstance(observation, dict):
-        return {key: np.array(part) for key, part in observation.items()}
+    if isinstance(observation, (dict, tuple)):
+        return {key: np.array(part) for key, part in trees.named(observation).items()}
     return np.array(observation)
 
 

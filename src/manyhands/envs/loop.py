@@ -32,7 +32,7 @@ from manyhands.envs.adapter import (
     copy_single,
     take_row,
 )
-from manyhands.envs.spaces import shape_fault, zeros
+from manyhands.envs.spaces import check_observation_space, flat_space, shape_fault, zeros
 from manyhands.errors import ConfigError, WorkerError
 from manyhands.streams import OwnChance
 from manyhands.trees import Array
@@ -369,14 +369,33 @@ def _build(factory: EnvFactory) -> gymnasium.Env[Any, Any]:
         raise ConfigError(
             f"the environment factory returned a {type(env).__name__}, not a gymnasium.Env"
         )
-    return env
+    check_observation_space(env.observation_space)
+    flat = flat_space(env.observation_space)
+    return env if flat is env.observation_space else NamedParts(env, flat)
+
+
+class NamedParts(gymnasium.ObservationWrapper):  # type: ignore[misc]
+    """Shows observations of a nested space as the parts of a flat one."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], flat: gymnasium.Space[Any]) -> None:
+        super().__init__(env)
+        self.observation_space = flat
+
+    def observation(self, observation: Any) -> dict[str, Any]:
+        return trees.named(observation)
 
 
 # -- environments that keep their own state --------------------------------------------------------
 
 
 # Wrappers whose own state is known: they count steps, or remember that there was a reset.
-_KNOWN_WRAPPERS = ("OrderEnforcing", "PassiveEnvChecker", "TimeLimit", "MaskedObservation")
+_KNOWN_WRAPPERS = (
+    "OrderEnforcing",
+    "PassiveEnvChecker",
+    "TimeLimit",
+    "MaskedObservation",
+    "NamedParts",
+)
 
 
 def own_state(env: gymnasium.Env[Any, Any]) -> dict[str, Any] | None:

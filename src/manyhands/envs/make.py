@@ -43,12 +43,13 @@ from manyhands.envs.registry import (
     known_id,
     register_atari,
     resolve,
+    takes_num_envs,
     unknown_id,
 )
-from manyhands.envs.vector import VectorAdapter
+from manyhands.envs.vector import VectorAdapter, as_gymnasium
 from manyhands.errors import ConfigError, needs
 
-Backend = Literal["auto", "gymnasium", "vector", "envpool", "atari"]
+Backend = Literal["auto", "gymnasium", "vector", "envpool", "atari", "pettingzoo"]
 
 
 def make_vec(
@@ -66,11 +67,13 @@ def make_vec(
 
     Args:
         env: a Gymnasium id, "package.module:function", a callable returning a `gymnasium.Env`
-            (or a `VectorEnv`), or a `VectorEnv`.
+            (or a `VectorEnv`: it is told `num_envs` if that is an argument of it), or a
+            `VectorEnv`.
         num_envs: sub-environments of this worker.
         backend: "gymnasium" steps Python environments in a loop; "vector" uses the environment's
-            own vector implementation; "envpool" and "atari" are C++ engines. "auto" takes "atari"
-            for ALE's games, "vector" for a `VectorEnv`, and "gymnasium" for all others.
+            own vector implementation; "envpool" and "atari" are C++ engines; with "pettingzoo"
+            each agent of a game is one of the environments. "auto" takes "atari" for ALE's games,
+            "vector" for a `VectorEnv`, and "gymnasium" for all others.
         seed, worker: root of the seed tree and this worker's branch of it.
         box_actions: "clip", "scale" or "raw"; see `ActionMap`.
         check_finite: refuse NaN and infinity, naming env, episode, step and seed.
@@ -90,12 +93,16 @@ def make_vec(
         return make_envpool(env, num_envs, **common, **env_kwargs)
     if isinstance(env, VectorEnv):
         return _adapt(env, num_envs, backend, common)
+    if backend == "pettingzoo":
+        from manyhands.envs.multi_agent import make_pettingzoo
+
+        return make_pettingzoo(env, num_envs, env_kwargs=env_kwargs, **common)
     source = resolve(env)
     if backend == "atari" or (backend == "auto" and is_atari(source)):
         return make_atari(source, num_envs, **common, **env_kwargs)
     if backend == "vector" and isinstance(source, str):
         return _adapt(_own_vector(source, num_envs, env_kwargs), num_envs, backend, common)
-    factory = env_factory(source, env_kwargs)
+    factory = env_factory(source, env_kwargs, num_envs)
     if isinstance(source, str):
         # WHY not for ALE: seeding one reloads the game, 0.2 s an episode.
         return EnvLoop([factory] * num_envs, episode_seeds=not is_atari(source), **common)
@@ -110,6 +117,7 @@ def make_vec(
 def _adapt(env: VectorEnv, num_envs: int, backend: str, common: dict[str, Any]) -> VectorAdapter:
     if backend not in ("auto", "vector"):
         raise ConfigError(f"backend={backend!r} cannot take a VectorEnv; use 'auto' or 'vector'")
+    env = as_gymnasium(env)
     if env.num_envs != num_envs:
         raise ConfigError(
             f"num_envs={num_envs}, but the VectorEnv has {env.num_envs} sub-environments"
@@ -197,6 +205,15 @@ def seeded_vector(
     if root_seed is not None:
         seeded.seeds_from(root_seed)
     return seeded
+
+
+def to_look_at(env: str, backend: str, num_envs: int) -> int:
+    """How many environments to make where one is enough, of the `num_envs` of a worker: one, but
+    all where they come together."""
+    together = backend in ("vector", "pettingzoo") or (
+        backend == "auto" and takes_num_envs(resolve(env))
+    )
+    return max(1, num_envs) if together else 1
 
 
 def frame_stack(env: str, backend: str, env_kwargs: dict[str, Any], space: Any) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -113,18 +114,30 @@ def unknown_id(env_id: str, known: list[str], detail: str) -> ConfigError:
     return ConfigError(f"there is no environment {env_id!r}: {hint} ({detail})")
 
 
-def env_factory(env: EnvSource, env_kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """A callable without arguments that makes one environment.
+def takes_num_envs(env: EnvSource) -> bool:
+    """Whether it is a function that is told how many environments to make: `num_envs` is an
+    argument of it, and it is no class of single environments."""
+    if isinstance(env, str) or (isinstance(env, type) and issubclass(env, gymnasium.Env)):
+        return False
+    try:
+        return "num_envs" in inspect.signature(env).parameters
+    except (TypeError, ValueError):  # written in C, and silent about itself
+        return False
+
+
+def env_factory(env: EnvSource, env_kwargs: dict[str, Any], num_envs: int = 1) -> Callable[[], Any]:
+    """A callable without arguments that makes one environment, or a vector of `num_envs`.
 
     Gymnasium's passive checker and its order enforcer are left out: they are paid for in every
     step. `check_env` says more, once, and the adapters keep reset and step in order themselves.
     """
     if not isinstance(env, str):
         factory = env
+        told = {"num_envs": num_envs} if takes_num_envs(env) else {}
 
         def make_own() -> Any:
             quiet_mujoco()
-            return factory(**env_kwargs)
+            return factory(**told, **env_kwargs)
 
         return _with_masks(make_own, env, env_kwargs)
 

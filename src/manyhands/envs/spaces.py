@@ -1,7 +1,8 @@
 """Which spaces are understood, room for observations of them, and masks of actions.
 
 Observations are stored as the space says: one array [B, ...], or for a Dict space one array per
-key.
+key. A space of spaces is a Dict of named parts here: `camera/left` of a Dict in a Dict, `0` of a
+Tuple (`flat_space`; `trees.named` does the same to its observations).
 
 A mask says which actions are possible now: one number an action, 0 where it is not. It is a key of
 the observation from the environment on (`MaskedObservation`), so that it is stored, sent and
@@ -23,18 +24,46 @@ from manyhands.trees import Array
 from manyhands.types import MASK, OBSERVATION, Obs
 
 UNBOUNDED = 1e30  # bounds near the largest float are a way to say "none"
-_UNDERSTOOD = "Box, Discrete, MultiDiscrete, MultiBinary and a flat Dict of these"
+_UNDERSTOOD = "Box, Discrete, MultiDiscrete, MultiBinary, and Dicts and Tuples of these"
 
 
 def check_observation_space(space: gymnasium.Space[Any]) -> None:
     """Refuse, by name, an observation space that cannot be stored as arrays of numbers."""
-    if isinstance(space, spaces.Dict):
-        if not space.spaces:
-            raise ConfigError("the observation space is an empty Dict: there is nothing to learn")
-        for key, part in space.spaces.items():
-            _check_observation_leaf(part, f"observation space, key {key!r}")
+    if not isinstance(space, (spaces.Dict, spaces.Tuple)):
+        _check_observation_leaf(space, "observation space")
         return
-    _check_observation_leaf(space, "observation space")
+    parts = _named_spaces(space)
+    names = [name for name, _ in parts]
+    if not parts:
+        kind = type(space).__name__
+        raise ConfigError(f"the observation space is an empty {kind}: there is nothing to learn")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"two parts of the observation space are called {twice[0]!r}: a part of a part has "
+            "both names with a slash between them; rename the key that has a slash of its own"
+        )
+    for name, part in parts:
+        _check_observation_leaf(part, f"observation space, key {name!r}")
+
+
+def flat_space(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
+    """A space of spaces as a Dict of named parts; any other, and a flat Dict, as it is."""
+    inner = space.spaces.values() if isinstance(space, spaces.Dict) else ()
+    nested = isinstance(space, spaces.Tuple) or any(
+        isinstance(part, (spaces.Dict, spaces.Tuple)) for part in inner
+    )
+    return spaces.Dict(dict(_named_spaces(space))) if nested else space
+
+
+def _named_spaces(space: Any, above: str = "") -> list[tuple[str, Any]]:
+    """As `trees.named` has it; a name may come twice."""
+    inner = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+    found: list[tuple[str, Any]] = []
+    for key, part in inner:
+        name = f"{above}{key}"
+        deeper = isinstance(part, (spaces.Dict, spaces.Tuple))
+        found += _named_spaces(part, f"{name}/") if deeper else [(name, part)]
+    return found
 
 
 def _check_observation_leaf(space: gymnasium.Space[Any], where: str) -> None:

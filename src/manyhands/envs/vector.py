@@ -45,6 +45,41 @@ def autoreset_mode(env: VectorEnv) -> str:
     return mode
 
 
+def as_gymnasium(env: VectorEnv) -> VectorEnv:
+    """A vector env of SuperSuit as Gymnasium's are; any other as it is."""
+    return env if hasattr(env, "single_observation_space") else SuperSuitVector(env)
+
+
+class SuperSuitVector(VectorEnv):  # type: ignore[misc]
+    """What `supersuit.concat_vec_envs_v1` and `pettingzoo_env_to_vec_env_v1` make, put right.
+
+    Theirs (3.11) call the spaces of one environment `observation_space` and `action_space`, give
+    info as a list of dicts, and begin the next episode in the step that ended the last one, which
+    their metadata do not say; the last observation is in info["terminal_observation"].
+    """
+
+    def __init__(self, env: Any) -> None:
+        self.env, self.num_envs = env, env.num_envs
+        self.single_observation_space = env.observation_space
+        self.single_action_space = env.action_space
+        self.metadata = dict(env.metadata or {}) | {"autoreset_mode": "SameStep"}
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return self.env.reset(seed=seed, options=options)[0], {}
+
+    def step(self, actions: Array) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        obs, reward, terminated, truncated, infos = self.env.step(actions)
+        info: dict[str, Any] = {}
+        if any("terminal_observation" in one for one in infos):
+            info = {name: np.full(self.num_envs, None) for name in ("final_obs", "final_info")}
+            for i, one in enumerate(infos):
+                info["final_obs"][i], info["final_info"][i] = one.get("terminal_observation"), one
+        return obs, reward, terminated, truncated, info
+
+    def close(self, **_: Any) -> None:
+        self.env.close()
+
+
 class VectorAdapter(VecAdapter):
     """Turns one `VectorEnv`, of any autoreset mode, into clean rows.
 
@@ -89,6 +124,7 @@ class VectorAdapter(VecAdapter):
         self._reward_clip = reward_clip
         self._remake = remake
         self._keys = list(getattr(self.observation_space, "spaces", {}))  # of a Dict space
+        self._nested = self.observation_space is not env.single_observation_space
         self._ended = np.zeros(env.num_envs, dtype=np.bool_)  # NextStep: the next call resets
         self._totals = np.zeros(env.num_envs)  # float64 [B]: returns of the running episodes
 
@@ -109,7 +145,7 @@ class VectorAdapter(VecAdapter):
         self._totals[:] = 0.0
         self._running = True
         obs = self.blank().obs if out is None else out
-        trees.copy_into(obs, given)
+        trees.copy_into(obs, self._flat(given))
         self._check_row(obs)
         self._check_masks(obs)
         return obs
@@ -136,7 +172,7 @@ class VectorAdapter(VecAdapter):
         np.logical_and(truncated, row.valid, out=row.truncated)
         reward = np.where(row.valid, reward, 0.0)
         self._count(reward, row.valid)
-        trees.copy_into(row.obs, obs)
+        trees.copy_into(row.obs, self._flat(obs))
         done = row.terminated | row.truncated
         self._check_row(row.obs)
         row.reward[:] = reward
@@ -176,6 +212,9 @@ class VectorAdapter(VecAdapter):
     def close(self) -> None:
         self.env.close()
         self._running = False
+
+    def _flat(self, obs: Any) -> Obs:
+        return trees.named(obs) if self._nested else obs
 
     def _count(self, reward: Array, valid: Array) -> None:
         """Statistics are our own: Gymnasium's wrapper has lost steps in some modes and versions."""
@@ -225,9 +264,11 @@ class VectorAdapter(VecAdapter):
                 "end of an episode: truncated episodes cannot be bootstrapped. Use NEXT_STEP"
             )
         # An object array of observations (Dict ones too), one array for all (ALE), or, from
-        # other makers, a dict of arrays.
-        single = {k: final[k][i] for k in self._keys} if isinstance(final, dict) else final[i]
-        return copy_single(self.observation_space, single)
+        # other makers, a dict or tuple of arrays.
+        if isinstance(final, (dict, tuple)):
+            parts = self._flat(final)
+            return copy_single(self.observation_space, {k: parts[k][i] for k in self._keys})
+        return copy_single(self.observation_space, self._flat(final[i]))
 
     def _reset_ended(self, ended: Array, row: Step) -> None:
         mask = np.zeros(self.num_envs, dtype=np.bool_)
@@ -240,7 +281,7 @@ class VectorAdapter(VecAdapter):
         obs, _ = self.env.reset(seed=argument, options={"reset_mask": mask})
         for i in map(int, ended):
             self._begin(i, seeds[i])
-        trees.put(row.obs, ended, trees.take(obs, ended))
+        trees.put(row.obs, ended, trees.take(self._flat(obs), ended))
 
     def _seed_argument(self, seeds: list[int | None]) -> Any:
         if seeds[0] is None or self._seed_style == "at_creation":

@@ -201,36 +201,71 @@ class RunningStats:
         self._scale = np.asarray(1.0 / np.sqrt(self.variance + self.epsilon), np.float32)
 
 
+def normalised_parts(observation_space: Any) -> list[str]:
+    """What statistics are kept of: a Box ("", all of it; or all there is beside a mask), or those
+    parts of a Dict that are Boxes of floats. Images of bytes, choices and masks stay as they are.
+    """
+    if type(observation_space).__name__ == "Box":
+        return [""]
+    inner = getattr(observation_space, "spaces", {}) or {}
+    parts = {k: p for k, p in inner.items() if k != MASK and type(p).__name__ == "Box"}
+    if MASK in inner and len(inner) == 2:
+        return list(parts)
+    return [name for name, part in parts.items() if part.dtype.kind == "f"]
+
+
 class Normaliser:
     """Observations and rewards on a common scale, from statistics of all workers.
 
+    Each part of a Dict observation that `normalised_parts` names has statistics of its own.
     The reward is divided by the deviation of the discounted return so far; its sign survives.
     """
 
     def __init__(self, observation_space: Any, obs: bool, rewards: bool, gamma: float) -> None:
-        # Beside a mask of actions the observation is a part of a dict, and the mask stays as it is.
-        parts: dict[str, Any] = getattr(observation_space, "spaces", {})
-        self.key = next((key for key in parts if key != MASK), None)
-        shape = (observation_space if self.key is None else parts[self.key]).shape
-        self.obs = RunningStats(tuple(shape or ())) if obs else None
+        self.parts: dict[str, RunningStats] = {}
+        for name in normalised_parts(observation_space) if obs else ():
+            part = observation_space[name] if name else observation_space
+            self.parts[name] = RunningStats(tuple(part.shape))
         self.returns = RunningStats(()) if rewards else None
         self._gamma = gamma
         self._running: Array | None = None  # discounted return so far, per environment
 
+    @property
+    def statistics(self) -> dict[str, RunningStats]:
+        """By the name in files and messages: "obs", or "obs/camera/left"; "returns"."""
+        found = {f"obs/{name}" if name else "obs": stats for name, stats in self.parts.items()}
+        return found if self.returns is None else found | {"returns": self.returns}
+
     def see(self, raw: Obs) -> Obs:
         """Count raw observations [B, ...] and give them normalised."""
-        if self.obs is None:
-            return raw
-        self.obs.update(raw if self.key is None else raw[self.key])
+        for name, stats in self.parts.items():
+            stats.update(raw[name] if name else raw)
         return self.apply(raw)
 
     def apply(self, raw: Obs) -> Obs:
         """Normalise without counting: final observations, evaluation."""
-        if self.obs is None:
+        if not self.parts:
             return raw
-        if self.key is None:
-            return self.obs.normalise(raw)
-        return {**raw, self.key: self.obs.normalise(raw[self.key])}
+        if "" in self.parts:
+            return self.parts[""].normalise(raw)
+        return raw | {name: stats.normalise(raw[name]) for name, stats in self.parts.items()}
+
+    def room(self, raw: Obs) -> Obs:
+        """Where observations [T, B, ...] are kept as they are seen. What is not normalised is the
+        raw storage itself."""
+        if not self.parts:
+            return raw
+        if "" in self.parts:
+            return np.zeros(raw.shape, np.float32)
+        return raw | {name: np.zeros(raw[name].shape, np.float32) for name in self.parts}
+
+    def put(self, room: Obs, t: int, seen: Obs) -> None:
+        """Write row t of such room."""
+        for name in self.parts:
+            if name:
+                room[name][t] = seen[name]
+            else:
+                room[t] = seen
 
     def scale(self, reward: Array, ended: Array) -> None:
         """Scale rewards [B] in place."""
@@ -246,19 +281,16 @@ class Normaliser:
     def synchronise(self, total: Callable[[Array], Array] | None) -> None:
         """Merge what all workers have seen. CRUCIAL: only when no value is to be computed from
         observations that were normalised before."""
-        for stats in (self.obs, self.returns):
-            if stats is not None:
-                stats.synchronise(total)
+        for stats in self.statistics.values():
+            stats.synchronise(total)
 
     def state(self) -> dict[str, Any]:
         """What a trained policy needs: the statistics."""
-        parts = {"obs": self.obs, "returns": self.returns}
-        return {name: stats.state() for name, stats in parts.items() if stats is not None}
+        return {name: stats.state() for name, stats in self.statistics.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        for name, stats in (("obs", self.obs), ("returns", self.returns)):
-            if stats is not None:
-                stats.load_state(state[name])
+        for name, stats in self.statistics.items():
+            stats.load_state(state[name])
 
     def training_state(self) -> dict[str, Any]:
         """What a resumed run needs: the discounted returns of the running episodes as well."""

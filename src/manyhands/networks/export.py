@@ -70,8 +70,6 @@ def _quiet() -> Iterator[None]:
 class DeterministicPolicy(nn.Module):
     """`Policy.act_batch` in torch alone: one tensor for each part of the observation."""
 
-    offset: Tensor
-    scale: Tensor
     low: Tensor
     high: Tensor
     middle: Tensor
@@ -83,14 +81,13 @@ class DeterministicPolicy(nn.Module):
         self.model = copy.deepcopy(policy.model).requires_grad_(False)
         self.several = type(self._space).__name__ == "Dict"
         self.keys = sorted(self._space) if self.several else ["observation"]
-        stats = policy.normaliser.obs
-        self.normalised = stats is not None
-        if stats is not None:
+        self.normalised: list[int] = []  # which of the parts
+        for name, stats in policy.normaliser.parts.items():
+            part = self.keys.index(name) if name else 0
             scale = 1.0 / np.sqrt(stats.variance + stats.epsilon)
-            key = policy.normaliser.key
-            self.normalised_part = 0 if key is None else self.keys.index(key)
-            self._keep("offset", np.asarray(stats.mean, np.float32))
-            self._keep("scale", np.asarray(scale, np.float32))
+            self._keep(f"offset{part}", np.asarray(stats.mean, np.float32))
+            self._keep(f"scale{part}", np.asarray(scale, np.float32))
+            self.normalised.append(part)
         space = policy.action_space
         self.bounds = policy.box_actions if type(space).__name__ == "Box" else "none"
         self.dtype = torch.from_numpy(np.zeros(1, space.dtype)).dtype
@@ -103,11 +100,11 @@ class DeterministicPolicy(nn.Module):
             self._keep("reach", (high - low) / 2)
 
     def forward(self, *parts: Tensor) -> Tensor:
-        if self.normalised:
-            at = self.normalised_part
-            scaled = (parts[at].to(torch.float32) - self.offset) * self.scale
-            parts = (*parts[:at], scaled.clamp(-_CLIP, _CLIP), *parts[at + 1 :])
-        seen: Any = dict(zip(self.keys, parts, strict=True)) if self.several else parts[0]
+        shown = list(parts)
+        for i in self.normalised:
+            offset, scale = getattr(self, f"offset{i}"), getattr(self, f"scale{i}")
+            shown[i] = ((parts[i].to(torch.float32) - offset) * scale).clamp(-_CLIP, _CLIP)
+        seen: Any = dict(zip(self.keys, shown, strict=True)) if self.several else shown[0]
         return self._bounded(self.model.head.mode(self.model.policy(seen)))
 
     def examples(self, rows: int = _EXAMPLE_ROWS) -> tuple[Tensor, ...]:

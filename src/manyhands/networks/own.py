@@ -33,6 +33,7 @@ from manyhands import seeding, streams, trees
 from manyhands.engines import calls
 from manyhands.envs.spaces import space_without_mask, zeros
 from manyhands.errors import ConfigError
+from manyhands.math.running_stats import normalised_parts
 from manyhands.networks.heads import (
     Bernoulli,
     Categorical,
@@ -409,7 +410,11 @@ class _Tried:
         rng = np.random.default_rng(rows)
         room = _filled(self._space, rows, rng)
         if self._experiment.run.normalize_observations:
-            room = trees.map(lambda x: np.asarray(x, np.float32), room)
+            for name in normalised_parts(self._space):
+                if name:
+                    room[name] = np.asarray(room[name], np.float32)
+                else:
+                    room = np.asarray(room, np.float32)
         return trees.map(torch.from_numpy, room)
 
 

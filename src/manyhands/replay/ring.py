@@ -38,7 +38,9 @@ _NO_LIMIT = 2**62
 _KEEP = 4  # batches in use at once whose memory is kept
 # x86 keeps writes in order by itself, and reads too; a fence would cost a tenth of an append.
 _FENCES = platform.machine() not in ("x86_64", "AMD64")
-Layout = list[tuple[str, str, list[int]]]  # path, dtype, shape of one row
+# Path, dtype, shape of one row. A path has a slash between keys, as JSON pointers do: a slash
+# within a key is written ~1, and a tilde ~0 (RFC 6901).
+Layout = list[tuple[str, str, list[int]]]
 
 
 class Ring:
@@ -329,9 +331,9 @@ def layout_of(example: Tree) -> Layout:
     def walk(node: Tree, path: str) -> None:
         if isinstance(node, dict):
             for key in node:
-                if not isinstance(key, str) or "/" in key:
-                    raise ConfigError(f"ring: key {key!r}: keys are strings without a slash")
-                walk(node[key], f"{path}/{key}" if path else key)
+                if not isinstance(key, str):
+                    raise ConfigError(f"ring: key {key!r}: keys are strings")
+                walk(node[key], _below(path, key))
             return
         array = np.asarray(node)
         if array.dtype.kind not in "biufc":
@@ -351,7 +353,7 @@ def pick(paths: list[str], tree: Tree) -> list[Any]:
     def walk(node: Tree, path: str) -> None:
         if isinstance(node, dict):
             for key in node:
-                walk(node[key], f"{path}/{key}" if path else str(key))
+                walk(node[key], _below(path, str(key)))
         else:
             flat[path] = node
 
@@ -361,11 +363,21 @@ def pick(paths: list[str], tree: Tree) -> list[Any]:
     return [flat[path] for path in paths]
 
 
+def _below(path: str, key: str) -> str:
+    written = key.replace("~", "~0").replace("/", "~1")
+    return f"{path}/{written}" if path else written
+
+
+def keys_of(path: str) -> list[str]:
+    """The keys on the way to a leaf."""
+    return [key.replace("~1", "/").replace("~0", "~") for key in path.split("/")]
+
+
 def build(paths: list[str], leaves: list[Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, leaf in zip(paths, leaves, strict=True):
         node = tree
-        *above, name = path.split("/")
+        *above, name = keys_of(path)
         for key in above:
             node = node.setdefault(key, {})
         node[name] = leaf
@@ -404,7 +416,7 @@ def strokes(paths: Sequence[str], columns: Sequence[Array]) -> Strokes:
     places, right = [], []
     for k, (path, column) in enumerate(zip(paths, columns, strict=True)):
         place = "rows"
-        for key in path.split("/"):
+        for key in keys_of(path):
             keys.setdefault(place, set()).add(key)
             place = f"{place}[{key!r}]"
         places.append(place)

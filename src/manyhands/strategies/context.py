@@ -32,9 +32,9 @@ from manyhands.engines.base import Worker, cores
 from manyhands.engines.group import Group, OverGroup
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import Stepper, VecAdapter
-from manyhands.envs.make import frame_stack
+from manyhands.envs.make import frame_stack, to_look_at
 from manyhands.experiment.bottleneck import Phases
-from manyhands.math.running_stats import Normaliser, RunningStats
+from manyhands.math.running_stats import Normaliser
 from manyhands.policy import build_model, build_normaliser
 from manyhands.streams import EnvNoise
 
@@ -95,8 +95,7 @@ class Context:
         run, options = self.experiment.run, self.experiment.options
         self.spaces = spaces
         self.normaliser = build_normaliser(self.experiment, spaces[0])
-        parts = {"obs": self.normaliser.obs, "returns": self.normaliser.returns}
-        self.statistics: dict[str, RunningStats] = {k: v for k, v in parts.items() if v is not None}
+        self.statistics = self.normaliser.statistics
         model = build_model(self.experiment, *spaces)
         # Learners of images get the cores that are left. WHY not all learners: threads that meet
         # after every small product of an MLP cost more than they bring, and on a machine with other
@@ -110,6 +109,7 @@ class Context:
         self.across = Alone()
         if self.group is not None and self.group.size > 1:
             self.across = OverGroup(self.group, self.phases)
+        self._seat_opponents()
 
     def make_envs(self) -> tuple[VecAdapter, EnvNoise]:
         """This worker's environments, and the chance in its actions.
@@ -120,7 +120,9 @@ class Context:
         run = self.experiment.run
         # A worker that only learns has one environment, whose number nobody else has, for its
         # spaces; it is never stepped in training.
-        here = run.envs_per_worker if self.acts else 1
+        here = run.envs_per_worker
+        if not self.acts:
+            here = to_look_at(run.env, run.env_backend, here)
         first = here * self.acting.index(self.rank) if self.acts else run.num_envs
         start = self.session * RESTARTS + self.restarts
         seed = run.seed if start == 0 else seeding.integer(run.seed, "life", start)
@@ -140,6 +142,7 @@ class Context:
         self.first_env = first
         for name, (_, value) in () if self.changes is None else self.changes.attributes.items():
             self.envs.set_attribute(name, value)  # of a worker that was restarted, or comes late
+        self._seat_opponents()
         return self.envs, EnvNoise(seed, first, here)
 
     def take_changes(self, state: dict[str, Any]) -> None:
@@ -153,6 +156,14 @@ class Context:
         if self.envs is not None:
             for name, value in attributes.items():
                 self.envs.set_attribute(name, value)
+
+    def _seat_opponents(self) -> None:
+        """Once there are games with other seats, and a policy to play them."""
+        envs: Any = self.envs
+        if hasattr(envs, "others") and hasattr(self, "algorithm"):
+            from manyhands.strategies.opponents import Opponents
+
+            envs.others = Opponents(self)
 
     @property
     def frame_stack(self) -> int:

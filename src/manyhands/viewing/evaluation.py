@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from manyhands import seeding, streams
+from manyhands import seeding, streams, trees
 from manyhands.config import Experiment
 from manyhands.devices import one_thread
 from manyhands.envs import make_vec
@@ -212,12 +212,12 @@ def needs_vector(experiment: Experiment, source: Any) -> bool:
 def _single_envs(experiment: Experiment, count: int) -> list[Any] | None:
     """Plain environments, whose `info` can be asked; None when there are only vector envs."""
     run = experiment.run
-    if run.env_backend == "envpool":
-        return None  # EnvPool has names of its own
+    if run.env_backend in ("envpool", "pettingzoo"):
+        return None  # these have names of their own
     source = resolve(run.env)
     if needs_vector(experiment, source):
         return None
-    factory = env_factory(source, run.env_kwargs)
+    factory = env_factory(source, run.env_kwargs, run.envs_per_worker)
     first = factory()
     if isinstance(first, VectorEnv):
         first.close()
@@ -294,7 +294,7 @@ def _stacked(policy: Policy, observations: list[Any]) -> Any:
     batch = zeros(policy.observation_space, (len(observations),))
     rows = DictRows(batch) if isinstance(batch, dict) else batch
     for i, observation in enumerate(observations):
-        rows[i] = observation
+        rows[i] = trees.named(observation) if isinstance(batch, dict) else observation
     return batch
 
 
@@ -307,8 +307,11 @@ def _play_vector(
     A share is fixed beforehand, so that an environment of short episodes gives no more of them.
     """
     run = experiment.run
-    if run.env_backend != "envpool" and not isinstance(resolve(run.env), str):
-        num_envs = run.envs_per_worker  # the callable decides, and training has asked for so many
+    # A callable may make a certain number, or multiples of one, and so do games of several agents:
+    # training has asked for so many.
+    games = run.env_backend == "pettingzoo"
+    if games or (run.env_backend != "envpool" and callable(resolve(run.env))):
+        num_envs = run.envs_per_worker
     envs = make_vec(
         run.env,
         num_envs,
@@ -317,6 +320,8 @@ def _play_vector(
         box_actions="raw",  # the policy's actions are the environment's already
         **run.env_kwargs,
     )
+    if hasattr(envs, "others"):
+        envs.others = lambda obs, _: policy.act_batch(obs, deterministic=False)
     share = [episodes // num_envs + (i < episodes % num_envs) for i in range(num_envs)]
     ended: dict[tuple[int, int], tuple[float, int]] = {}
     try:

@@ -96,6 +96,8 @@ def stage_of(experiment: Experiment, *, camera: bool = True) -> Stage:
     run = experiment.run
     if camera:
         go_headless()
+    if run.env_backend == "pettingzoo":
+        raise SupportError(f"{run.env} is a game of several agents, which cannot be shown yet")
     source = resolve(run.env)
     # EnvPool cannot draw: its place is taken by the same id here, which knows no EnvPool options.
     kwargs = {} if run.env_backend == "envpool" else run.env_kwargs
