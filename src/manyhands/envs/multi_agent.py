@@ -22,7 +22,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -198,11 +198,13 @@ class Games(VecAdapter):
     def _show(self, row: int, value: Any) -> None:
         self._slots[row] = trees.named(value) if self._nested else value
 
-    def _file(self, i: int, row: Step, terminated: bool, truncated: bool) -> None:
+    def _file(
+        self, i: int, row: Step, terminated: bool, truncated: bool, info: Mapping[str, Any]
+    ) -> None:
         """The episode of row i has ended; its last observation is shown."""
         row.terminated[i], row.truncated[i] = terminated, truncated
         row.finals.append(Final(i, copy_single(self.observation_space, take_row(self._shown, i))))
-        row.episodes.append(self._end(i))
+        row.episodes.append(self._end(i, info))
 
     def _blank(self, row: Step) -> None:
         row.finals, row.episodes = [], []
@@ -258,7 +260,7 @@ class Together(Games):
         acting = set(game.agents)
         moves = {agent: sent[i] for i, agent in zip(rows, self.agents, strict=True)
                  if agent in acting}  # fmt: skip
-        seen, rewards, terminated, truncated, _ = game.step(moves)
+        seen, rewards, terminated, truncated, infos = game.step(moves)
         still = set(game.agents)
         for i, agent in zip(rows, self.agents, strict=True):
             if agent in seen and (agent in moves or agent in still):
@@ -273,7 +275,7 @@ class Together(Games):
                     ended = True, False  # it left without a word
                 if any(ended):
                     if row is not None:
-                        self._file(i, row, *ended)
+                        self._file(i, row, *ended, infos.get(agent, {}))
                     self._wait(i)
             elif agent in still:  # it has joined
                 self._waits[i] = False
@@ -434,9 +436,9 @@ class Seats(Games):
                     return True
                 self._act(i, None)
             if not game.agents or game.agent_selection != seat:
-                ended, value, reward = (True, False), None, 0.0
+                ended, value, reward, info = (True, False), None, 0.0, {}
             else:
-                value, reward, terminated, truncated, _ = game.last()
+                value, reward, terminated, truncated, info = game.last()
                 ended = bool(terminated), bool(truncated)
             if value is not None:
                 self._show(i, value)
@@ -446,7 +448,7 @@ class Seats(Games):
             if not any(ended):
                 return False
             if self._acted[i] and row is not None:
-                self._file(i, row, *ended)
+                self._file(i, row, *ended, info)
             self._begin_game(i)
         raise WorkerError(
             f"{_TRIES:,} games of {self._where(i)} ended before the agent had a turn",

@@ -29,12 +29,12 @@ from typing import Any
 
 from manyhands import seeding, streams
 from manyhands.config import Experiment
+from manyhands.devices import THREAD_VARIABLES
 from manyhands.experiment.folder import RunFolder
 from manyhands.experiment.metrics import write_json
 from manyhands.experiment.report_lines import number
 from manyhands.experiment.sinks import tell
 from manyhands.policy import BEST, FILE, read_policy, write_policy
-from manyhands.threads import VARIABLES
 from manyhands.viewing.evaluation import Evaluation, play
 
 FOLDER = "evaluation"  # of the policies that wait; gone when the run has ended
@@ -226,7 +226,7 @@ class _Process:
         path = os.pathsep.join(part or os.getcwd() for part in sys.path)
         self._child = subprocess.Popen(
             [sys.executable, "-m", __name__, str(run_dir), str(episodes), str(seed)],
-            env=mine | {"PYTHONPATH": path} | dict.fromkeys(VARIABLES, "1"),
+            env=mine | {"PYTHONPATH": path} | dict.fromkeys(THREAD_VARIABLES, "1"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the run, which then ends this one
