@@ -63,7 +63,7 @@ class Collector(Stepper):
         self._seen = normaliser.room(trees.take(self._raw, slice(length)))
         self._flags = {n: np.zeros((length, b), bool) for n in ("terminated", "truncated", "valid")}
         self._reward = np.zeros((length, b), np.float32)
-        self._seen = [trees.take(self._raw, t) for t in range(length + 1)]
+        self._shown = [trees.take(self._raw, t) for t in range(length + 1)]
         self._rows = [self._row(t) for t in range(length)]
         self._store: Rollout | None = None
         self._at = 0  # the row that is written next; after the last one, `length`
@@ -77,7 +77,7 @@ class Collector(Stepper):
 
     @property
     def current(self) -> Obs:
-        return self._seen[self._at]
+        return self._shown[self._at]
 
     @property
     def row(self) -> Step:
@@ -85,7 +85,7 @@ class Collector(Stepper):
 
     def act(self) -> Array:
         if self._at == self.length:  # not before: the last rollout's observations lie there
-            trees.copy_into(self._seen[0], self._seen[-1])
+            trees.copy_into(self._shown[0], self._shown[-1])
             self._at = 0
         seen = self.normaliser.see(self.current)
         acted = self.actor.act(seen, self.noise)
@@ -105,7 +105,7 @@ class Collector(Stepper):
         """What has been collected; a rollout that is full."""
         out = self._store
         assert out is not None
-        last = self.normaliser.apply(self._seen[-1])
+        last = self.normaliser.apply(self._shown[-1])
         out.next_value[:-1] = out.value[1:]
         out.next_value[-1] = self.actor.value(last)
         self._bootstrap(out, self._ends)
@@ -118,7 +118,7 @@ class Collector(Stepper):
 
         Not in it: the policy and the normaliser, which are not the collector's own.
         """
-        envs = self.envs.state(self._seen[-1]) if self.begun else None
+        envs = self.envs.state(self._shown[-1]) if self.begun else None
         return {"envs": envs, "noise": self.noise.state()}
 
     def load_state(self, state: dict[str, Any]) -> list[str]:
@@ -132,7 +132,7 @@ class Collector(Stepper):
             return []
         self.begun, self._at = True, self.length
         restored = self.envs.load_state(state["envs"])
-        trees.copy_into(self._seen[-1], restored.obs)
+        trees.copy_into(self._shown[-1], restored.obs)
         self.normaliser.forget(restored.restarted)
         return restored.reasons
 
@@ -173,7 +173,7 @@ class Collector(Stepper):
 
     def _row(self, t: int) -> Step:
         flags = {name: flag[t] for name, flag in self._flags.items()}
-        return Step(obs=self._seen[t + 1], reward=self._reward[t], **flags)
+        return Step(obs=self._shown[t + 1], reward=self._reward[t], **flags)
 
 
 def rows_of(x: Obs, valid: Array) -> Obs:
