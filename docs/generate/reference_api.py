@@ -9,7 +9,7 @@ from typing import Any
 
 import manyhands
 from manyhands import envs
-from manyhands.algorithms.spec import AlgorithmSpec
+from manyhands.algorithms.registry import AlgorithmSpec
 from manyhands.config import help_of
 from manyhands.engines.base import Channel, Service, WeightStore
 from manyhands.engines.group import Group

@@ -12,7 +12,7 @@ from manyhands.gymnasium_ids import register_with_gymnasium
 
 if TYPE_CHECKING:
     from manyhands.agent import Agent
-    from manyhands.algorithms.spec import AlgorithmSpec
+    from manyhands.algorithms.registry import AlgorithmSpec
     from manyhands.blocks import SharedValues, check_actor
     from manyhands.blocks.gradients import GradientServer
     from manyhands.blocks.weights import WeightServer
@@ -40,7 +40,7 @@ register_with_gymnasium()  # never imports it: waits until somebody does
 
 _WHERE = {
     "Agent": "manyhands.agent",
-    "AlgorithmSpec": "manyhands.algorithms.spec",
+    "AlgorithmSpec": "manyhands.algorithms.registry",
     "Parallel": "manyhands.parallel",
     "WeightServer": "manyhands.blocks.weights",
     "GradientServer": "manyhands.blocks.gradients",

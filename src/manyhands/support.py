@@ -5,8 +5,7 @@ A cell is OK, or the reason why not.
 
 from __future__ import annotations
 
-from manyhands.algorithms.registry import SPECS, spec_of
-from manyhands.algorithms.spec import AlgorithmSpec
+from manyhands.algorithms.registry import SPECS, AlgorithmSpec, spec_of
 from manyhands.strategies import registry as strategies
 from manyhands.strategies.spec import OK as OK
 

@@ -14,8 +14,7 @@ from dataclasses import MISSING, field
 from typing import Annotated, Any, get_args, get_origin
 
 from manyhands import support
-from manyhands.algorithms.registry import SPECS, spec_of
-from manyhands.algorithms.spec import AlgorithmSpec
+from manyhands.algorithms.registry import SPECS, AlgorithmSpec, spec_of
 from manyhands.config import (
     GROUPS,
     Experiment,

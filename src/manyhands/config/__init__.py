@@ -25,8 +25,7 @@ from typing import Any, Literal
 import tomli_w
 
 from manyhands import support
-from manyhands.algorithms.registry import SPECS, spec_of
-from manyhands.algorithms.spec import AlgorithmSpec
+from manyhands.algorithms.registry import SPECS, AlgorithmSpec, spec_of
 from manyhands.config.values import coerce
 from manyhands.errors import ConfigError
 from manyhands.roles import Roles

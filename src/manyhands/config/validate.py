@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from manyhands import devices, support
-from manyhands.algorithms.registry import spec_of
-from manyhands.algorithms.spec import AlgorithmSpec
+from manyhands.algorithms.registry import AlgorithmSpec, spec_of
 from manyhands.config import (
     HOOKS,
     Experiment,

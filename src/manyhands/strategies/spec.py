@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from manyhands.roles import Roles
 
 if TYPE_CHECKING:
-    from manyhands.algorithms.spec import AlgorithmSpec
+    from manyhands.algorithms.registry import AlgorithmSpec
     from manyhands.config import Experiment, RunConfig
 
 OK = "ok"
