@@ -11,6 +11,7 @@ import path_picture
 import pytest
 
 import manyhands as mh
+from manyhands.experiment import records as records_of_a_run
 
 ROOT = os.path.dirname(os.path.abspath(mh.__file__)) + os.sep
 PICTURE = Path(__file__).parents[2] / "docs/concepts/path-of-a-step.svg"
@@ -21,7 +22,10 @@ def test_the_picture_is_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("path", path_picture.PATHS)
-def test_these_files_run_between_two_records(path: str, tmp_path: Path) -> None:
+def test_these_files_run_between_two_records(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records_of_a_run, "KEEP_SECONDS", 3600.0)  # what is not done at each step
     algorithm, strategy, most = path_picture.PATHS[path]
     ran: set[str] = set()
     metrics, tracing = tmp_path / "run/metrics.jsonl", False
@@ -34,7 +38,7 @@ def test_these_files_run_between_two_records(path: str, tmp_path: Path) -> None:
     def train() -> None:
         mh.train(
             algorithm, env="CartPole-v1", strategy=strategy, engine="inline", workers=2, seed=1,
-            steps=steps, quiet=True, tensorboard=False, run_dir=str(tmp_path / "run"),
+            steps=steps, quiet=True, checkpoint_seconds=3600, tensorboard=False, run_dir=str(tmp_path / "run"),
         )  # fmt: skip
 
     def records() -> int:
