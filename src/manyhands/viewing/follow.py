@@ -16,7 +16,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from manyhands.viewing.runs import read_config, short_env
+from manyhands.experiment.folder import short_env
+from manyhands.viewing.runs import read_config
 
 POINTS = 400  # at most twice as many are kept
 EVENTS = 200
