@@ -70,3 +70,55 @@ def test_what_the_other_cells_print(executed: Any) -> None:
     word, _, total = printed(executed, 2).strip().partition(": ")
     assert word == "return of the episode"
     assert float(total) > 20  # a policy that has not learned falls within a dozen steps
+
+
+# -- an environment of a cell ----------------------------------------------------------------------
+
+CELLS = (
+    """
+import gymnasium, numpy
+import manyhands as mh
+
+class Walk(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), numpy.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return numpy.zeros(2, numpy.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        return numpy.zeros(2, numpy.float32), 1.0, self.steps == 4, False, {}
+
+options = dict(env=Walk, steps=128, num_envs=2, rollout_length=32, minibatch=32, quiet=True)
+""",
+    "result = mh.train('ppo', engine='inline', **options)\nresult",
+    "mh.evaluate(result, episodes=2)",
+    "mh.plot(result)",
+    """
+try:
+    mh.train("ppo", engine="local", **options)
+except mh.ConfigError as error:
+    print(error)
+""",
+)
+
+
+def test_an_environment_of_a_cell_and_what_results_show(tmp_path: Path) -> None:
+    notebook = nbformat.v4.new_notebook()
+    notebook.cells = [nbformat.v4.new_code_cell(text) for text in CELLS]
+    client = nbclient.NotebookClient(
+        notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute(env={k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"})
+    _, trained, evaluated, plotted, refused = (cell.outputs for cell in notebook.cells)
+    shown = trained[-1].data["text/html"]
+    assert "PPO on Walk" in shown
+    assert "data:image/png" in shown
+    assert trained[-1].data["text/plain"].startswith("Result('")
+    assert list((tmp_path / "runs").iterdir()) == [tmp_path / "runs" / "Walk"]
+    assert "4.00 ± 0.00" in evaluated[-1].data["text/plain"]
+    assert plotted[-1].data["text/html"].startswith("<img ")
+    assert "put it into a file and import it, or use engine='inline'" in refused[-1].text

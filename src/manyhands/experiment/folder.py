@@ -78,13 +78,16 @@ _LIVE_SECONDS = 1.0
 _ENV_PACKAGES = {"ale_py": "ale-py", "mujoco": "mujoco", "envpool": "envpool", "Box2D": "box2d"}
 
 
+def short_env(env: str) -> str:
+    """For people: in a script, its file without the folders; in a notebook, its name alone."""
+    return env.rpartition("/")[2] if ".py:" in env else env.removeprefix("__main__:")
+
+
 def default_run_dir(experiment: Experiment) -> Path:
     """runs/ENV/ALGORITHM-STRATEGY/SEED-TIME, a name that is not taken yet."""
     run = experiment.run
-    name = (
-        run.env.rpartition("/")[2] if ".py:" in run.env else run.env
-    )  # a script's: its file alone
-    env = "".join(c if c.isalnum() or c in "-_." else "-" for c in name).strip(".") or "env"
+    env = short_env(run.env)
+    env = "".join(c if c.isalnum() or c in "-_." else "-" for c in env).strip(".") or "env"
     parent = Path("runs", env, f"{experiment.spec.name}-{experiment.strategy}")
     name = f"{run.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = [parent / name, *(parent / f"{name}-{i}" for i in range(2, 1000))]

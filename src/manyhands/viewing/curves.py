@@ -26,7 +26,8 @@ import numpy as np
 
 from manyhands.config import nearest
 from manyhands.errors import ConfigError, SupportError
-from manyhands.viewing.runs import Group, Run, group_runs, read_run, short_env
+from manyhands.experiment.folder import short_env
+from manyhands.viewing.runs import Group, Run, group_runs, read_run
 
 Array = np.ndarray[Any, np.dtype[Any]]
 X = Literal["steps", "time"]

@@ -22,13 +22,14 @@ import numpy as np
 from manyhands import __version__
 from manyhands.errors import ConfigError, SupportError
 from manyhands.experiment.bottleneck import bottleneck, shares
+from manyhands.experiment.folder import short_env
 from manyhands.experiment.progress import duration
 from manyhands.experiment.report_lines import number
 from manyhands.strategies import registry as strategies
 from manyhands.viewing import curves
 from manyhands.viewing import report_page as html
 from manyhands.viewing.report_page import behaviour, picture
-from manyhands.viewing.runs import Run, command_of, group_runs, read_run, short_env
+from manyhands.viewing.runs import Run, command_of, group_runs, read_run
 from manyhands.viewing.video import go_headless
 
 # Phases that have a column and a colour of their own, whatever a run calls the rest

@@ -20,7 +20,7 @@ import numpy as np
 
 from manyhands.config import Experiment, load_toml, to_plain
 from manyhands.errors import ConfigError
-from manyhands.experiment.folder import EPISODE_COLUMNS, SUMMARY
+from manyhands.experiment.folder import EPISODE_COLUMNS, SUMMARY, short_env
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -66,11 +66,6 @@ class Group:
     @property
     def env(self) -> str:
         return self.runs[0].experiment.run.env
-
-
-def short_env(env: str) -> str:
-    """Of an environment in a script, its file without the folders."""
-    return env.rpartition("/")[2] if ".py:" in env else env
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:

@@ -26,7 +26,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from manyhands.errors import ConfigError
-from manyhands.viewing.runs import read_config, short_env
+from manyhands.experiment.folder import short_env
+from manyhands.viewing.runs import read_config
 
 HOST = "127.0.0.1"
 _FILES = {
