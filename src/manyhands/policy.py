@@ -24,7 +24,7 @@ from manyhands.envs import make_vec
 from manyhands.envs.adapter import ActionMap
 from manyhands.envs.registry import resolve
 from manyhands.envs.spaces import choices, flat_mask, has_mask, load_spaces
-from manyhands.errors import ConfigError, SupportError
+from manyhands.errors import ConfigError
 from manyhands.math.running_stats import Normaliser
 from manyhands.networks.build import ActorCritic, RecurrentActorCritic, to_tensor
 from manyhands.networks.numpy.distributions import masked, mode, sample
@@ -176,13 +176,9 @@ class Policy:
 
         It takes raw observations [N, ...] and gives deterministic actions [N, ...] as the
         environment takes them, for any N: normaliser and bounds are inside. A Dict observation
-        becomes one input for each key, keys sorted. SupportError for a policy with an LSTM.
+        becomes one input for each key, keys sorted. A policy with an LSTM takes its state [N, S]
+        as the last input, zeros at the start of an episode, and gives the next one.
         """
-        if isinstance(self.model, RecurrentActorCritic):
-            raise SupportError(
-                "a policy with an LSTM cannot be exported: the file would be a function of one "
-                "observation, without its memory. Use manyhands.load(run_dir) and policy.act"
-            )
         from manyhands.networks.export import export
 
         return export(self, Path(path))
