@@ -25,7 +25,7 @@ from manyhands.envs.adapter import ActionMap
 from manyhands.envs.make import to_look_at
 from manyhands.envs.registry import resolve, takes_num_envs
 from manyhands.envs.spaces import choices, flat_mask, has_mask, load_spaces
-from manyhands.errors import ConfigError, SupportError
+from manyhands.errors import ConfigError
 from manyhands.math.running_stats import Normaliser
 from manyhands.networks.build import ActorCritic, RecurrentActorCritic, to_tensor
 from manyhands.networks.numpy.distributions import masked, mode, sample
@@ -188,14 +188,10 @@ class Policy:
 
         It takes raw observations [N, ...] and gives deterministic actions [N, ...] as the
         environment takes them, for any N: normaliser and bounds are inside. A Dict or Tuple
-        observation becomes one input for each part ("camera/left", "0"), names sorted.
-        SupportError for a policy with an LSTM.
+        observation becomes one input for each part ("camera/left", "0"), names sorted. A policy
+        with an LSTM takes its state [N, S] as the last input, zeros at the start of an episode,
+        and gives the next one.
         """
-        if isinstance(self.model, RecurrentActorCritic):
-            raise SupportError(
-                "a policy with an LSTM cannot be exported: the file would be a function of one "
-                "observation, without its memory. Use manyhands.load(run_dir) and policy.act"
-            )
         from manyhands.networks.export import export
 
         return export(self, Path(path))

@@ -36,6 +36,8 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("trpo", {"collect": "episodes", "batch_steps": 120}),
     ("impala", {"rollout_length": 10, "collect": "episodes", "unrolls": 3}),
     ("impala", {"rollout_length": 10, "lstm": 8, "replay": 4}),
+    ("ppo", {"rollout_length": 32, "minibatch": 32, "epochs": 2, "lstm": 8}),
+    ("trpo", {"rollout_length": 32, "lstm": 8}),
     ("dqn", {"rollout_length": 8, "prioritized": False, **REPLAY}),
 ]
 CASES = [*SMALL.items(), *MORE]

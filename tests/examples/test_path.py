@@ -38,7 +38,8 @@ def test_these_files_run_between_two_records(
     def train() -> None:
         mh.train(
             algorithm, env="CartPole-v1", strategy=strategy, engine="inline", workers=2, seed=1,
-            steps=steps, quiet=True, checkpoint_seconds=3600, tensorboard=False, run_dir=str(tmp_path / "run"),
+            steps=steps, quiet=True, checkpoint_seconds=3600, tensorboard=False,
+            run_dir=str(tmp_path / "run"),
         )  # fmt: skip
 
     def records() -> int:

@@ -199,6 +199,8 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ppo": ("ppo", {**ROLLOUT, "minibatch": 32}, {}),
     "a2c, a tuple of masks": ("a2c", ROLLOUT, {"choices": 2, "where": "info"}),
     "trpo": ("trpo", ROLLOUT, {"where": "info"}),
+    "ppo, lstm": ("ppo", {**ROLLOUT, "minibatch": 32, "lstm": 4}, {"where": "info"}),
+    "trpo, lstm": ("trpo", {**ROLLOUT, "lstm": 4}, {"choices": 2}),
     "impala": ("impala", ROLLOUT, {"where": "info"}),
     "impala, lstm": ("impala", {**ROLLOUT, "lstm": 4}, {"choices": 2}),
     "impala, apart": ("impala", {**ROLLOUT, "workers": 3}, {}),

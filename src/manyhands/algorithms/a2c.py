@@ -28,7 +28,7 @@ class A2C(PolicyGradient):
         o = self.options
         fit = explained_variance(batch, across)
         if o.normalize_advantages:
-            batch = {**batch, "advantage": normalised(batch["advantage"], across)}
+            batch = normalised(batch, across)
         info = self.descend(
             batch,
             across,
@@ -44,8 +44,8 @@ class A2C(PolicyGradient):
         """The gradient of one worker's own rows, averaged over them, into `flat.grad`: what a
         gradient server takes. The numbers to report, averaged too."""
         if self.options.normalize_advantages:
-            batch = {**batch, "advantage": normalised(batch["advantage"], Alone())}
-        rows = max(1, len(batch["target"]))
+            batch = normalised(batch, Alone())
+        rows = max(1, batch["target"].size)
         return [value / rows for value in self.gradient(batch, rows)]
 
     def policy_slope(self, logp: Array, rows: Batch) -> tuple[float, Array, list[float]]:

@@ -18,13 +18,18 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from manyhands import seeding
+from manyhands import seeding, trees
 from manyhands.collect.rollout import Rollout, rows_of
 from manyhands.errors import WorkerError
 from manyhands.math import losses
 from manyhands.math.optimiser import Adam, clip_by_norm_
 from manyhands.math.returns import gae
-from manyhands.networks.build import ActorCritic, to_tensor
+from manyhands.networks.build import (
+    ActorCritic,
+    RecurrentActor,
+    RecurrentActorCritic,
+    to_tensor,
+)
 from manyhands.networks.flat import FlatParameters
 from manyhands.networks.numpy.distributions import for_head, sample
 from manyhands.networks.numpy.mlp import FastActor, FastGradient, can_act, can_learn
@@ -99,14 +104,24 @@ class Algorithm(ABC):
         self.adam = Adam(self.flat.data[self.moved], lr=0.0, eps=options.adam_epsilon)
         self.rng = seeding.generator(seed, "minibatch")  # the same stream on all workers
         self.version = 0
-        self.actor: Actor = FastActor(model) if can_act(model) else TorchActor(model, self.device)
+        self.recurrent = isinstance(model, RecurrentActorCritic)
+        self.actor: Actor = self._make_actor()
+
+    def _make_actor(self) -> Actor:
+        if isinstance(self.model, RecurrentActorCritic):
+            return RecurrentActor(self.model, self.device)
+        return FastActor(self.model) if can_act(self.model) else TorchActor(self.model, self.device)
 
     def moved_from(self, model: ActorCritic) -> int:
         """The first of the flat parameters that gradient steps move."""
         return 0
 
     def prepare(self, rollout: Rollout) -> Batch:
-        """GAE; then rows of all environments, one after the other."""
+        """GAE; then rows of all environments, one after the other.
+
+        With a memory they stay together as sequences [B, T, ...], one an environment, with the
+        state before the first step: a minibatch is then some of these.
+        """
         advantages, targets = gae(
             rollout.reward,
             rollout.value,
@@ -125,7 +140,13 @@ class Algorithm(ABC):
             "advantage": advantages,
             "target": targets,
         }
-        return {name: rows_of(x, rollout.valid) for name, x in columns.items()}
+        if not self.recurrent:
+            return {name: rows_of(x, rollout.valid) for name, x in columns.items()}
+        # Rows that are no transition stay in their place, without weight.
+        weight = rollout.valid.astype(np.float32)
+        columns |= {"first": rollout.first, "weight": weight, "advantage": advantages * weight}
+        sequences: Batch = trees.map(lambda x: x.swapaxes(0, 1).copy(), columns)
+        return sequences | {"state": rollout.state}
 
     @abstractmethod
     def update(self, batch: Batch, across: Across, progress: float) -> Info:
@@ -151,13 +172,15 @@ class Algorithm(ABC):
         """Epochs of minibatch steps. `minibatch` counts rows of all workers; 0 means all."""
         here = len(batch["target"])
         first, total = across.place(here)
-        size = min(minibatch or total, total)
+        length = batch["target"].shape[1] if self.recurrent else 1  # rows of one sequence
+        size = min(max(1, minibatch // length) if minibatch else total, total)
         totals = np.zeros(len(self.stats))
         seen = steps = 0
         norm = 0.0
         info: Info = {}
         for _ in range(epochs):
-            for rows, count in self._minibatches(first, here, total, size):
+            for rows, sequences in self._minibatches(first, here, total, size):
+                count = sequences * length
                 local = self.gradient(batch if rows is None else take(batch, rows), count)
                 grad, sums = self._seam(across, local)
                 norm = self.apply(grad, lr, max_grad_norm)
@@ -271,8 +294,7 @@ class PolicyGradient(Algorithm):
             return self.backward(*seen, rows, count)
         self.flat.zero_grad()
         on_device = {k: to_tensor(v, self.device) for k, v in rows.items()}
-        parameters, values = self.model(on_device["obs"])
-        return self.autograd(parameters, values, on_device, count)
+        return self.autograd(*forward(self.model, on_device), count)
 
     def see(self, rows: Batch) -> tuple[Array, Array, Any, Array]:
         """(log-probabilities, entropies, what pulls their slopes back to the network, values)."""
@@ -310,6 +332,18 @@ class PolicyGradient(Algorithm):
         return [policy.item(), value.item(), entropy.item(), *more]
 
 
+def forward(model: Any, rows: Batch) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+    """(distribution parameters [N, P], values [N], the rows themselves) in torch; sequences become
+    rows, environment by environment."""
+    if not isinstance(model, RecurrentActorCritic):
+        return *model(rows["obs"]), rows
+    state, first = rows["state"], rows["first"]
+    flat: Batch = trees.map(
+        lambda x: x.flatten(0, 1), {k: v for k, v in rows.items() if k not in ("state", "first")}
+    )
+    return *model.sequences(flat["obs"], state, first), flat
+
+
 def recentred(batch: Batch, actor: Actor, at_once: int = 1024) -> Batch:
     """The batch with the distribution parameters of the policy as it is now.
 
@@ -324,14 +358,21 @@ def recentred(batch: Batch, actor: Actor, at_once: int = 1024) -> Batch:
     return {**batch, "parameters": np.concatenate(parts)}
 
 
-def normalised(advantage: Array, across: Across, epsilon: float = 1e-8) -> Array:
-    """Advantages with mean 0 and deviation 1 over the rows of all workers."""
-    mean, std, _ = across.moments(advantage)
-    return np.asarray((advantage - mean) / (std + epsilon), dtype=np.float32)
+def counted(batch: Batch, column: Array) -> Array:
+    """The column of those rows that count: all, or those with a weight."""
+    return column[batch["weight"] > 0] if "weight" in batch else column
+
+
+def normalised(batch: Batch, across: Across, epsilon: float = 1e-8) -> Batch:
+    """The batch with advantages of mean 0 and deviation 1 over the rows of all workers."""
+    mean, std, _ = across.moments(counted(batch, batch["advantage"]))
+    advantage = np.asarray((batch["advantage"] - mean) / (std + epsilon), dtype=np.float32)
+    return {**batch, "advantage": advantage * batch["weight"] if "weight" in batch else advantage}
 
 
 def explained_variance(batch: Batch, across: Across) -> float:
     """1 - var(target - value) / var(target), over the rows of all workers."""
-    _, spread, _ = across.moments(batch["target"])
-    _, left, _ = across.moments(batch["target"] - batch["value"])
+    target = counted(batch, batch["target"])
+    _, spread, _ = across.moments(target)
+    _, left, _ = across.moments(target - counted(batch, batch["value"]))
     return 1.0 - (left / spread) ** 2 if spread > 0 else 0.0

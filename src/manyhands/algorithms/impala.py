@@ -26,7 +26,7 @@ from manyhands.collect.unroll import Unroll
 from manyhands.math import losses
 from manyhands.math.optimiser import make_schedule
 from manyhands.math.vtrace import vtrace
-from manyhands.networks.build import RecurrentActor, RecurrentActorCritic, to_tensor
+from manyhands.networks.build import RecurrentActorCritic, to_tensor
 from manyhands.trees import Array
 from manyhands.types import Batch, Info
 
@@ -35,12 +35,6 @@ class IMPALA(PolicyGradient):
     name = "impala"
     stats = (*PolicyGradient.stats, "rho")
     options: IMPALAConfig
-
-    def __init__(self, model: Any, options: IMPALAConfig, **kwargs: Any) -> None:
-        super().__init__(model, options, **kwargs)
-        self.recurrent = isinstance(model, RecurrentActorCritic)
-        if self.recurrent:
-            self.actor = RecurrentActor(model, self.device)
 
     def prepare(self, rollout: Rollout) -> Batch:
         """A worker's own fresh rollout: the values at its edges are known already."""

@@ -31,6 +31,8 @@ class A2CConfig:
     """Advantages with mean 0 and deviation 1 over the rows of all workers."""
     adam_epsilon: float = 1e-5
     """Adam's epsilon."""
+    lstm: int = 0
+    """Units of an LSTM behind the hidden layers, for tasks that need a memory; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class PPOConfig:
     """Advantages with mean 0 and deviation 1 over the rows of all workers."""
     adam_epsilon: float = 1e-5
     """Adam's epsilon."""
+    lstm: int = 0
+    """Units of an LSTM behind the hidden layers, for tasks that need a memory; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class TRPOConfig:
     """Advantages with mean 0 and deviation 1 over the rows of all workers."""
     adam_epsilon: float = 1e-5
     """Epsilon of the value function's Adam."""
+    lstm: int = 0
+    """Units of an LSTM behind the hidden layers, for tasks that need a memory; 0: none."""
 
 
 @dataclass(frozen=True)

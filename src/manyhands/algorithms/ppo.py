@@ -42,7 +42,7 @@ class PPO(PolicyGradient):
         unused = {"value"} if o.kl_penalty else {"value", "parameters"}
         batch = {name: column for name, column in batch.items() if name not in unused}
         if o.normalize_advantages:
-            batch = {**batch, "advantage": normalised(batch["advantage"], across)}
+            batch = normalised(batch, across)
         limit = 1.5 * o.target_kl if o.target_kl > 0 and not o.kl_penalty else float("inf")
         info = self.descend(
             batch,
@@ -75,7 +75,7 @@ class PPO(PolicyGradient):
         found = losses.clipped_surrogate(logp, rows["logp"], rows["advantage"], o.clip)
         if not o.kl_penalty:
             return found.loss, [found.kl.item(), float(found.clipped)]
-        kl = head.kl(rows["parameters"], parameters)
+        kl = head.kl(rows["parameters"], parameters) * rows.get("weight", 1.0)
         loss = losses.penalised_surrogate(logp, rows["logp"], rows["advantage"], kl, self.kl_weight)
         return loss, [kl.sum().item(), float(found.clipped)]
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from manyhands import trees
-from manyhands.algorithms.base import Across, Algorithm, explained_variance, normalised
+from manyhands.algorithms.base import Across, Algorithm, explained_variance, forward, normalised
 from manyhands.algorithms.options import TRPOConfig
 from manyhands.errors import ConfigError
 from manyhands.math import losses
@@ -61,10 +61,10 @@ class TRPO(Algorithm):
         o = self.options
         fit = explained_variance(batch, across)
         if o.normalize_advantages:
-            batch = {**batch, "advantage": normalised(batch["advantage"], across)}
+            batch = normalised(batch, across)
         policy = self._improve_policy(batch, across)
         value = self.descend(
-            {"obs": batch["obs"], "target": batch["target"]},
+            {k: batch[k] for k in ("obs", "target", *self._of_sequences)},
             across,
             epochs=o.value_epochs,
             minibatch=o.value_minibatch,
@@ -77,30 +77,30 @@ class TRPO(Algorithm):
     def _improve_policy(self, batch: Batch, across: Across) -> Info:
         o, head = self.options, self.model.head
         first, total = across.place(len(batch["logp"]))
-        rows = {
-            k: to_tensor(batch[k], self.device)
-            for k in ("obs", "action", "logp", "advantage", "parameters")
-        }
+        columns = ("obs", "action", "logp", "advantage", "parameters", *self._of_sequences)
+        given = {k: to_tensor(batch[k], self.device) for k in columns}
+        count = total * (batch["logp"].shape[1] if self.recurrent else 1)
         weights = self.model.policy_parameters()
 
         def surrogate() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             """This worker's parts of mean(ρ A), mean KL and mean entropy over all rows."""
-            parameters = self.model.policy(rows["obs"])
+            parameters, rows = self._policy(given)
             logp = head.log_prob(parameters, rows["action"])
             gain = losses.importance(logp, rows["logp"], rows["advantage"])
             kl = head.kl(rows["parameters"], parameters)
             entropy = head.entropy(parameters)
+            gain, kl, entropy = (_weighted(x, rows) for x in (gain, kl, entropy))
             return (
-                gain.sum() / total,
-                kl.sum() / total,
-                entropy.sum() / total,
+                gain.sum() / count,
+                kl.sum() / count,
+                entropy.sum() / count,
             )
 
         objective, _, entropy = surrogate()
         gradient = across.sum(flat_gradient(objective, weights))
         step = trust_region_step(
             gradient,
-            self._fisher(rows, weights, first, total, across),
+            self._fisher(given, weights, first, total, across),
             max_kl=o.max_kl,
             damping=o.cg_damping,
             iterations=o.cg_iterations,
@@ -131,13 +131,26 @@ class TRPO(Algorithm):
     def _fisher(
         self, rows: Batch, weights: list[Any], first: int, total: int, across: Across
     ) -> Any:
-        """v -> F v on every k-th row of all workers' rows, counted in their common order."""
+        """v -> F v on every k-th row of all workers' rows, counted in their common order; with a
+        memory, on every k-th sequence."""
         k = max(1, self.options.fisher_every)
         chosen = slice((-first) % k, None, k)
         used = -(-total // k)
-        parameters = self.model.policy(trees.take(rows["obs"], chosen))
-        kl = self.model.head.kl(parameters.detach(), parameters).sum() / used
-        return fisher_product(kl, weights, across.sum)
+        parameters, some = self._policy(trees.take(rows, chosen))
+        kl = _weighted(self.model.head.kl(parameters.detach(), parameters), some)
+        length = rows["logp"].shape[1] if self.recurrent else 1
+        return fisher_product(kl.sum() / (used * length), weights, across.sum)
+
+    def _policy(self, rows: Batch) -> tuple[torch.Tensor, Batch]:
+        """(distribution parameters, the rows themselves)."""
+        if not self.recurrent:
+            return self.model.policy(rows["obs"]), rows
+        parameters, _, flat = forward(self.model, rows)
+        return parameters, flat
+
+    @property
+    def _of_sequences(self) -> tuple[str, ...]:
+        return ("state", "first", "weight") if self.recurrent else ()
 
     def gradient(self, rows: Batch, count: int) -> list[float]:
         """Of the squared error of the value; the policy has had its step."""
@@ -150,7 +163,16 @@ class TRPO(Algorithm):
             self.fast.backward(slope * (1.0 / count))
             return [total]
         self.flat.zero_grad()
-        obs, target = (to_tensor(rows[name], self.device) for name in ("obs", "target"))
-        squares = losses.squares(self.model.value(obs), target)
+        there = {k: to_tensor(v, self.device) for k, v in rows.items()}
+        if self.recurrent:
+            _, found, there = forward(self.model, there)
+        else:
+            found = self.model.value(there["obs"])
+        squares = losses.squares(found, there["target"], there.get("weight"))
         (squares / count).backward()  # type: ignore[no-untyped-call]
         return [squares.item()]
+
+
+def _weighted(x: torch.Tensor, rows: Batch) -> torch.Tensor:
+    """Rows of sequences that are no transition count for nothing."""
+    return x * rows["weight"] if "weight" in rows else x

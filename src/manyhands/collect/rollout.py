@@ -38,6 +38,8 @@ class Rollout:
     next_value: Array  # V of where each step led: 0 is not yet put in where it terminated
     episodes: list[Episode] = field(default_factory=list)
     version: int = 0  # of the policy that acted
+    state: Array = field(default_factory=lambda: np.zeros((0, 0)))  # [B, S] before the first row
+    first: Array = field(default_factory=lambda: np.zeros((0, 0), bool))  # [T, B] episodes begin
 
     @property
     def steps(self) -> int:
@@ -51,10 +53,17 @@ class Rollout:
 
 class Collector(Stepper):
     """Steps the environments of one worker with the current policy; T steps of each are a
-    rollout."""
+    rollout. `state_size` is that of the actor's recurrent state; 0: it has none."""
 
     def __init__(
-        self, envs: VecAdapter, actor: Actor, length: int, noise: EnvNoise, normaliser: Normaliser
+        self,
+        envs: VecAdapter,
+        actor: Actor,
+        length: int,
+        noise: EnvNoise,
+        normaliser: Normaliser,
+        *,
+        state_size: int = 0,
     ) -> None:
         self.envs, self.actor, self.length = envs, actor, length
         self.noise, self.normaliser = noise, normaliser
@@ -67,7 +76,10 @@ class Collector(Stepper):
         self._rows = [self._row(t) for t in range(length)]
         self._store: Rollout | None = None
         self._at = 0  # the row that is written next; after the last one, `length`
-        self._ends: list[tuple[int, Final]] = []
+        self._ends: list[tuple[int, Final, Array]] = []  # (row, its end, the state after the row)
+        self._memory = np.zeros((b, state_size), np.float32)
+        self._first = np.ones((length + 1, b), bool)
+        self._before = self._memory.copy()
         self._episodes: list[Episode] = []
 
     def collect(self) -> Rollout:
@@ -86,18 +98,26 @@ class Collector(Stepper):
     def act(self) -> Array:
         if self._at == self.length:  # not before: the last rollout's observations lie there
             trees.copy_into(self._shown[0], self._shown[-1])
+            self._first[0] = self._first[self.length]
             self._at = 0
         seen = self.normaliser.see(self.current)
-        acted = self.actor.act(seen, self.noise)
+        if self._memory.shape[1]:
+            acted = self._act_with_memory(seen)
+        else:
+            acted = self.actor.act(seen, self.noise)
         self._remember(self._at, seen, acted)
         return acted.actions
 
     def observe(self) -> None:
         row = self.row
         if row.finals:
-            self._ends += [(self._at, final) for final in row.finals]
+            memory = self._memory
+            self._ends += [(self._at, final, memory[final.env].copy()) for final in row.finals]
             self._episodes += row.episodes
-        self.normaliser.scale(row.reward, row.terminated | row.truncated)
+        over = row.terminated | row.truncated
+        self.normaliser.scale(row.reward, over)
+        if self._memory.shape[1]:
+            self._first[self._at + 1] = over | (self._first[self._at] & ~row.valid)
         self._at += 1
         self.full = self._at == self.length
 
@@ -107,7 +127,8 @@ class Collector(Stepper):
         assert out is not None
         last = self.normaliser.apply(self._shown[-1])
         out.next_value[:-1] = out.value[1:]
-        out.next_value[-1] = self.actor.value(last)
+        out.next_value[-1] = self._value(last, self._memory)
+        out.state, out.first = self._before, self._first[: self.length]
         self._bootstrap(out, self._ends)
         out.episodes, self._ends, self._episodes = self._episodes, [], []
         self.full = False
@@ -119,7 +140,10 @@ class Collector(Stepper):
         Not in it: the policy and the normaliser, which are not the collector's own.
         """
         envs = self.envs.state(self._shown[-1]) if self.begun else None
-        return {"envs": envs, "noise": self.noise.state()}
+        state: dict[str, Any] = {"envs": envs, "noise": self.noise.state()}
+        if self._memory.shape[1]:
+            state |= {"memory": self._memory, "first": self._first[self.length]}
+        return state
 
     def load_state(self, state: dict[str, Any]) -> list[str]:
         """Go on from `state()`; call it on a fresh collector, once the normaliser is loaded.
@@ -134,7 +158,25 @@ class Collector(Stepper):
         restored = self.envs.load_state(state["envs"])
         trees.copy_into(self._shown[-1], restored.obs)
         self.normaliser.forget(restored.restarted)
+        if self._memory.shape[1]:
+            self._memory = np.array(state["memory"], np.float32)
+            self._first[self.length] = state["first"]
+            self._first[self.length, restored.restarted] = True
         return restored.reasons
+
+    def _act_with_memory(self, seen: Obs) -> Acted:
+        self._memory[self._first[self._at]] = 0.0  # a new episode remembers nothing
+        if self._at == 0:
+            self._before = self._memory.copy()
+        acted, self._memory = self.actor.act_with(  # type: ignore[attr-defined]
+            seen, self.noise, self._memory
+        )
+        return acted  # type: ignore[no-any-return]
+
+    def _value(self, obs: Obs, memory: Array) -> Array:
+        if not memory.shape[1]:
+            return self.actor.value(obs)
+        return self.actor.value_with(obs, memory)  # type: ignore[attr-defined, no-any-return]
 
     def _remember(self, t: int, seen: Obs, acted: Acted) -> None:
         if self._store is None:  # shapes are known once the policy has spoken
@@ -161,14 +203,15 @@ class Collector(Stepper):
             valid=self._flags["valid"],
         )
 
-    def _bootstrap(self, out: Rollout, ends: list[tuple[int, Final]]) -> None:
+    def _bootstrap(self, out: Rollout, ends: list[tuple[int, Final, Array]]) -> None:
         """V(final observation) where an episode was cut off but did not terminate."""
-        cut = [(t, final) for t, final in ends if not out.terminated[t, final.env]]
+        cut = [end for end in ends if not out.terminated[end[0], end[1].env]]
         if not cut:
             return
-        finals = trees.stack([final.obs for _, final in cut])
-        values = self.actor.value(self.normaliser.apply(finals))
-        for (t, final), value in zip(cut, values, strict=True):
+        finals = trees.stack([final.obs for _, final, _ in cut])
+        memory = np.stack([memory for _, _, memory in cut])
+        values = self._value(self.normaliser.apply(finals), memory)
+        for (t, final, _), value in zip(cut, values, strict=True):
             out.next_value[t, final.env] = value
 
     def _row(self, t: int) -> Step:

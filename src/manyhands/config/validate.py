@@ -82,6 +82,7 @@ def faults(experiment: Experiment) -> list[str]:
         _names_faults,
         _strategy_faults,
         _replay_faults,
+        _memory_faults,
         _number_faults,
         _batch_faults,
         _package_faults,
@@ -101,6 +102,7 @@ def check_given(experiment: Experiment, observations: Any, actions: Any) -> None
         _names_faults,
         _strategy_faults,
         _replay_faults,
+        _memory_faults,
         _number_faults,
         _batch_faults,
         _package_faults,
@@ -225,6 +227,28 @@ def _replay_range_faults(o: Any) -> Iterator[str]:
         return  # said with the other schedules
     if not all(0 <= end <= 1 for end in ends):
         yield f"beta={o.beta!r} must stay from 0 to 1, such as linear:0.4:1"
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def _memory_faults(experiment: Experiment) -> Iterator[str]:
+    run, spec, o = experiment.run, experiment.spec, experiment.options
+    units = getattr(o, "lstm", 0)
+    if units < 1 or spec.learns_from != "rollout":
+        return
+    if run.collect != "steps":
+        yield f"{spec.name} with --lstm learns from rollouts of equal length; type: --collect steps"
+    if run.overlap:
+        yield "overlap and lstm do not go together: leave one of them out"
+    minibatch, length = getattr(o, "minibatch", 0), run.rollout_length
+    if minibatch > 0 and length > 0 and minibatch % length and run.collect == "steps":
+        yield (
+            f"with --lstm a minibatch is whole rollouts of {length} steps, and minibatch="
+            f"{minibatch} is no multiple of that; type: --minibatch "
+            f"{max(1, minibatch // length) * length}, or --rollout-length "
+            f"{_largest_divisor(minibatch, length)}"
+        )
 
 
 # -- numbers ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ Registered with Gymnasium under `manyhands/` when `manyhands.envs` is imported:
     manyhands/NotANumber-v0    NaN in the observation or the reward after n steps
     manyhands/Sleep-v0         takes a set time per step
     manyhands/Masked-v0        few of many actions are possible, one of them is right
+    manyhands/Recall-v0        a cue is shown once, and must be repeated some steps later
 """
 
 from __future__ import annotations
@@ -271,6 +272,36 @@ class Masked(gymnasium.Env):  # type: ignore[misc]
         return {"observation": shown, "action_mask": mask}, {}
 
 
+class Recall(gymnasium.Env):  # type: ignore[misc]
+    """A cue at the first step, then nothing; `delay` steps later the action must repeat it.
+
+    Return 1 for the right action in the last step, 0 for any other; by chance 1 / cues.
+    """
+
+    def __init__(self, cues: int = 4, delay: int = 10) -> None:
+        self.cues, self.delay = cues, delay
+        self.observation_space = spaces.Box(0.0, 1.0, (cues + 1,), np.float32)
+        self.action_space = spaces.Discrete(cues)
+        self._cue = self._steps = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._cue, self._steps = int(self.np_random.integers(self.cues)), 0
+        return self._observation(), {}
+
+    def step(self, action: Any) -> Result:
+        asked = self._steps == self.delay
+        self._steps += 1
+        return self._observation(), float(asked and int(action) == self._cue), asked, False, {}
+
+    def _observation(self) -> Any:
+        seen = np.zeros(self.cues + 1, np.float32)
+        if self._steps == 0:
+            seen[self._cue] = 1.0
+        seen[-1] = self._steps == self.delay  # the question
+        return seen
+
+
 TOYS: dict[str, type[Any]] = {
     "TimeLimit": TimeLimit,
     "Identity": Identity,
@@ -279,6 +310,7 @@ TOYS: dict[str, type[Any]] = {
     "NotANumber": NotANumber,
     "Sleep": Sleep,
     "Masked": Masked,
+    "Recall": Recall,
 }
 
 

@@ -9,8 +9,9 @@ With a memory it is one trunk:
     observation ── encoder ── hidden layers ── LSTM ──┬── policy head -> parameters [N, P]
                                   state ─────────┘    └── value head  -> values [N]
 
-The state of one environment is one row [S]: the LSTM's h and c end to end, so that it travels and
-is stored like any other column. A new episode starts from zeros.
+or, where fitting the value must not move the policy, one of these for each. The state of one
+environment is one row [S]: h and c of each LSTM end to end, so that it travels and is stored like
+any other column. A new episode starts from zeros.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ from manyhands.trees import Array
 from manyhands.types import Acted, Obs
 
 POLICY_GAIN, VALUE_GAIN = 0.01, 1.0
+# Of an LSTM's forget gates at the beginning. WHY: at 0 half of what is remembered is lost in every
+# step, and a cue ten steps back has no gradient to speak of. PAPER: Jozefowicz et al., ICML 2015.
+FORGET_BIAS = 1.0
 
 
 def actor_critic(experiment: Any, observations: Any, actions: Any) -> nn.Module:
@@ -53,7 +57,11 @@ def actor_critic(experiment: Any, observations: Any, actions: Any) -> nn.Module:
         return modules.actor_critic()
     common = own.common(experiment, modules)
     if units:
-        return build_recurrent(observations, actions, units=units, **common)
+        spec = experiment.spec
+        # IMPALA's begins as it always did: a run of an earlier version can be made again.
+        common["remember"] = FORGET_BIAS if spec.learns_from == "rollout" else 0.0
+        shared = not spec.separate_networks
+        return build_recurrent(observations, actions, units=units, shared=shared, **common)
     shared = experiment.run.shared_network
     return build_actor_critic(observations, actions, shared=shared, **common)
 
@@ -197,47 +205,57 @@ def _of(*modules: nn.Module) -> Iterator[nn.Parameter]:
 class RecurrentActorCritic(nn.Module):
     """step(observations, state) -> (distribution parameters [N, P], values [N], next state)."""
 
-    shared = True  # one trunk and one memory for policy and value
-
     def __init__(
         self,
         head: Head,
         encoder: Encoder,
+        value_encoder: Encoder | None = None,
         *,
         units: int,
         hidden: Sequence[int],
         activation: str,
+        remember: float = 0.0,
         initial_log_std: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         self.head = head
         self.units = units
-        self.state_size = 2 * units
+        self.shared = value_encoder is None  # one trunk and one memory for policy and value
+        self.state_size = 2 * units if self.shared else 4 * units
+
+        def trunk() -> nn.Sequential:
+            return mlp(encoder.features, hidden, activation=activation, generator=generator)
+
+        inputs = hidden[-1] if hidden else encoder.features
         self.policy_encoder = encoder
-        self.policy_trunk = mlp(
-            encoder.features, hidden, activation=activation, generator=generator
-        )
-        with untouched_chance():
-            self.lstm = nn.LSTMCell(hidden[-1] if hidden else encoder.features, units)
-        with torch.no_grad():
-            for parameter in self.lstm.parameters():
-                bound = 1.0 / math.sqrt(units)  # as torch does, from a stream of our own
-                parameter.uniform_(-bound, bound, generator=generator)
+        self.policy_trunk = trunk()
+        self.lstm = _lstm_cell(inputs, units, remember, generator)
         outputs = head.parameter_size
         self.log_std: nn.Parameter | None = None
         if isinstance(head, DiagonalGaussian):
             outputs = head.size
             self.log_std = nn.Parameter(torch.full((head.size,), initial_log_std))
         self.policy_out = linear(units, outputs, POLICY_GAIN, generator)
+        # As in ActorCritic: what belongs to the value alone comes last.
+        self.value_encoder = value_encoder
+        self.value_trunk = None if self.shared else trunk()
+        self.value_lstm: nn.LSTMCell | None = None
+        if not self.shared:
+            self.value_lstm = _lstm_cell(inputs, units, remember, generator)
         self.value_out = linear(units, 1, VALUE_GAIN, generator)
 
     def step(self, observations: Observations, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One step of N environments; `state` is [N, S]."""
-        features = self.policy_trunk(self.policy_encoder(observations))
-        hidden, cell = self.lstm(features, state.chunk(2, 1))
-        parameters, values = self._heads(hidden, observations)
-        return parameters, values, torch.cat([hidden, cell], 1)
+        after: list[Tensor] = []
+        hiddens: list[Tensor] = []
+        before = state.tensor_split(self.state_size // (2 * self.units), 1)
+        for (lstm, features), memory in zip(self._memories(observations), before, strict=True):
+            hidden, cell = lstm(features, memory.chunk(2, 1))
+            hiddens.append(hidden)
+            after += [hidden, cell]
+        parameters, values = self._heads(hiddens, observations)
+        return parameters, values, torch.cat(after, 1)
 
     def policy(self, observations: Observations) -> Tensor:
         """Distribution parameters at the first step of episodes, [N, P]."""
@@ -257,6 +275,7 @@ class RecurrentActorCritic(nn.Module):
         """T steps of B environments, rows time first: (parameters, values, state after each row).
 
         `state` [B, S] is that before the first row; it is forgotten where `first` [T, B] is true.
+        One memory for policy and value.
         """
         features = self.policy_trunk(self.policy_encoder(observations)).unflatten(0, (length, -1))
         hidden, cell = state.chunk(2, 1)
@@ -267,14 +286,78 @@ class RecurrentActorCritic(nn.Module):
             hiddens.append(hidden)
             cells.append(cell)
         together = torch.cat(hiddens)
-        parameters, values = self._heads(together, observations)
+        parameters, values = self._heads([together], observations)
         return parameters, values, torch.cat([together, torch.cat(cells)], 1)
 
-    def _heads(self, hidden: Tensor, observations: Observations) -> tuple[Tensor, Tensor]:
-        outputs: Tensor = masked(self.policy_out(hidden), observations)
+    def sequences(
+        self, observations: Observations, state: Tensor, first: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(parameters [B T, P], values [B T]) of B environments, T steps of each in a row.
+
+        `state` [B, S] is that before the first step; it is forgotten where `first` [B, T] is true.
+
+        WHY in episodes: none knows of the one before, so all of them go through the LSTM side by
+        side, and it takes as many steps as the longest of them has.
+        """
+        width, length = first.shape
+        begins = first.clone()
+        begins[:, 0] = True
+        rows = torch.arange(width * length, device=first.device)
+        episode = begins.reshape(-1).cumsum(0) - 1  # [B T] of each row
+        start = rows[begins.reshape(-1)]  # [E] the first row of each episode
+        at = rows - start[episode]  # [B T] the step of each row
+        goes_on = ~first.reshape(-1)[start]  # from the rollout before
+        before = state[start // length] * goes_on.to(state.dtype).unsqueeze(-1)
+        hiddens = []
+        parts = before.tensor_split(self.state_size // (2 * self.units), 1)
+        for (lstm, features), memory in zip(self._memories(observations), parts, strict=True):
+            side_by_side = features.new_zeros(int(at.max()) + 1, len(start), features.shape[-1])
+            side_by_side = side_by_side.index_put((at, episode), features)
+            hidden, cell = memory.chunk(2, 1)
+            steps = []
+            for x in side_by_side:
+                hidden, cell = lstm(x, (hidden, cell))
+                steps.append(hidden)
+            hiddens.append(torch.stack(steps)[at, episode])
+        return self._heads(hiddens, observations)
+
+    def policy_parameters(self) -> list[nn.Parameter]:
+        """Everything the policy depends on, as of an ActorCritic."""
+        own: list[nn.Parameter] = [] if self.log_std is None else [self.log_std]
+        parts = (self.policy_encoder, self.policy_trunk, self.lstm, self.policy_out)
+        return own + list(_of(*parts))
+
+    def value_parameters(self) -> list[nn.Parameter]:
+        """What can be changed without changing the policy: only the last layer if shared."""
+        parts = (self.value_encoder, self.value_trunk, self.value_lstm, self.value_out)
+        return list(_of(*(part for part in parts if part is not None)))
+
+    def _memories(self, observations: Observations) -> Iterator[tuple[nn.LSTMCell, Tensor]]:
+        """Each LSTM with what it is shown: the policy's, and the value's where that has its own."""
+        yield self.lstm, self.policy_trunk(self.policy_encoder(observations))
+        if self.value_encoder is not None and self.value_trunk is not None:
+            assert self.value_lstm is not None
+            yield self.value_lstm, self.value_trunk(self.value_encoder(observations))
+
+    def _heads(self, hiddens: list[Tensor], observations: Observations) -> tuple[Tensor, Tensor]:
+        """From the policy's memory and, last, the value's; with one it is both."""
+        outputs: Tensor = masked(self.policy_out(hiddens[0]), observations)
         if self.log_std is not None:
             outputs = torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
-        return outputs, self.value_out(hidden).squeeze(-1)
+        return outputs, self.value_out(hiddens[-1]).squeeze(-1)
+
+
+def _lstm_cell(
+    inputs: int, units: int, remember: float, generator: torch.Generator | None
+) -> nn.LSTMCell:
+    with untouched_chance():
+        lstm = nn.LSTMCell(inputs, units)
+    with torch.no_grad():
+        for parameter in lstm.parameters():
+            bound = 1.0 / math.sqrt(units)  # as torch does, from a stream of our own
+            parameter.uniform_(-bound, bound, generator=generator)
+        lstm.bias_ih[units : 2 * units] += remember  # in, forget, cell, out
+    return lstm
 
 
 class RecurrentActor:
@@ -297,11 +380,15 @@ class RecurrentActor:
         """The first step of episodes."""
         return self.act_with(obs, noise, self._zero_state(obs))[0]
 
-    @torch.no_grad()
     def value(self, obs: Obs) -> Array:
         """Of the first step of episodes."""
-        state = torch.as_tensor(self._zero_state(obs), device=self._device)
-        values: Array = self._model.step(to_tensor(obs, self._device), state)[1].cpu().numpy()
+        return self.value_with(obs, self._zero_state(obs))
+
+    @torch.no_grad()
+    def value_with(self, obs: Obs, state: Array) -> Array:
+        """Values [N] of observations that follow on these states [N, S]."""
+        before = torch.as_tensor(state, device=self._device)
+        values: Array = self._model.step(to_tensor(obs, self._device), before)[1].cpu().numpy()
         return values
 
     def _zero_state(self, obs: Obs) -> Array:
@@ -313,6 +400,8 @@ def build_recurrent(
     action_space: Any,
     *,
     units: int,
+    shared: bool = True,
+    remember: float = 0.0,
     hidden: Sequence[int] | None = None,
     activation: str = "tanh",
     seed: int | None = None,
@@ -320,12 +409,15 @@ def build_recurrent(
 ) -> RecurrentActorCritic:
     """A recurrent actor-critic for single Gymnasium spaces; see build_actor_critic."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    made = encoder() if encoder else make_encoder(observation_space, generator)
+    make = encoder or partial(make_encoder, observation_space, generator)
+    made = make()
     return RecurrentActorCritic(
         make_head(action_space),
         made,
+        None if shared else make(),
         units=units,
         hidden=hidden if hidden is not None else (() if has_image(made) else (64,)),
         activation=activation,
+        remember=remember,
         generator=generator,
     )

@@ -1,6 +1,7 @@
 """A policy as one file for other programs: ONNX, or TorchScript for C++ and bare torch.
 
     raw observation ── normaliser ── encoder ── hidden layers ── likeliest action ── to the bounds
+              state ──────────────────────────────── LSTM ────── next state      (with a memory)
 
 Everything that `Policy.act` does is in the graph, so that nobody has to remember the statistics of
 the observations. The number of rows stays free.
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from manyhands.envs.spaces import zeros
 from manyhands.errors import ConfigError, needs
+from manyhands.networks.build import RecurrentActorCritic
 
 if TYPE_CHECKING:
     from manyhands.policy import Policy
@@ -81,6 +83,9 @@ class DeterministicPolicy(nn.Module):
         self.model = copy.deepcopy(policy.model).requires_grad_(False)
         self.several = type(self._space).__name__ == "Dict"
         self.keys = sorted(self._space) if self.several else ["observation"]
+        self.state_size: int = getattr(self.model, "state_size", 0)
+        self.inputs = [*self.keys, "state"] if self.state_size else list(self.keys)
+        self.outputs = ["action", "next_state"] if self.state_size else ["action"]
         self.normalised: list[int] = []  # which of the parts
         for name, stats in policy.normaliser.parts.items():
             part = self.keys.index(name) if name else 0
@@ -99,18 +104,26 @@ class DeterministicPolicy(nn.Module):
             self._keep("middle", (high + low) / 2)
             self._keep("reach", (high - low) / 2)
 
-    def forward(self, *parts: Tensor) -> Tensor:
+    def forward(self, *parts: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        seen = self._seen(parts[: len(self.keys)])
+        if not isinstance(self.model, RecurrentActorCritic):
+            return self._bounded(self.model.head.mode(self.model.policy(seen)))
+        parameters, _, after = self.model.step(seen, parts[-1])
+        return self._bounded(self.model.head.mode(parameters)), after
+
+    def _seen(self, parts: tuple[Tensor, ...]) -> Any:
         shown = list(parts)
         for i in self.normalised:
             offset, scale = getattr(self, f"offset{i}"), getattr(self, f"scale{i}")
             shown[i] = ((parts[i].to(torch.float32) - offset) * scale).clamp(-_CLIP, _CLIP)
-        seen: Any = dict(zip(self.keys, shown, strict=True)) if self.several else shown[0]
-        return self._bounded(self.model.head.mode(self.model.policy(seen)))
+        return dict(zip(self.keys, shown, strict=True)) if self.several else shown[0]
 
     def examples(self, rows: int = _EXAMPLE_ROWS) -> tuple[Tensor, ...]:
         """Observations that show the exporter shapes and dtypes."""
         room = zeros(self._space, (rows,))
         arrays = [room[key] for key in self.keys] if isinstance(room, dict) else [room]
+        if self.state_size:
+            arrays.append(np.zeros((rows, self.state_size), np.float32))
         return tuple(torch.from_numpy(array) for array in arrays)
 
     def _bounded(self, actions: Tensor) -> Tensor:
@@ -129,10 +142,15 @@ def _write_torchscript(graph: DeterministicPolicy, examples: tuple[Tensor, ...],
         traced = torch.jit.trace(graph, examples)  # type: ignore[no-untyped-call]
         more = graph.examples(_EXAMPLE_ROWS + 1)
         with suppress(RuntimeError):  # whatever torch has to say of shapes that do not fit
-            if torch.equal(traced(*more), graph(*more)):
+            if _equal(traced(*more), graph(*more)):
                 traced.save(str(to))
                 return
     raise ConfigError(_FIXED_ROWS)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    pairs = zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def _write_onnx(graph: DeterministicPolicy, examples: tuple[Tensor, ...], to: Path) -> None:
@@ -152,8 +170,8 @@ def _write_onnx(graph: DeterministicPolicy, examples: tuple[Tensor, ...], to: Pa
         ) from error
     program = torch.onnx.export(
         exported,
-        input_names=list(graph.keys),
-        output_names=["action"],
+        input_names=graph.inputs,
+        output_names=graph.outputs,
         dynamo=True,
         verbose=False,
     )

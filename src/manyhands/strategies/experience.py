@@ -43,7 +43,8 @@ def rollout_collector(context: Context) -> Collector | EpisodeCollector:
         context.build((envs.observation_space, envs.action_space))
     actor, normaliser = context.algorithm.actor, context.normaliser
     if run.collect == "steps":
-        return Collector(envs, actor, run.rollout_length, noise, normaliser)
+        size = getattr(context.algorithm.model, "state_size", 0)
+        return Collector(envs, actor, run.rollout_length, noise, normaliser, state_size=size)
 
     def exchange(value: Any) -> list[Any]:
         with context.phases("synchronisation"):

@@ -72,7 +72,12 @@ class Pusher(Part):
         envs, noise = context.make_envs()
         length = context.experiment.run.rollout_length
         self.stepper = self._collector = Collector(
-            envs, algorithm.actor, length, noise, context.normaliser
+            envs,
+            algorithm.actor,
+            length,
+            noise,
+            context.normaliser,
+            state_size=getattr(algorithm.model, "state_size", 0),
         )
         self._under_way: dict[int, Batch] = {}  # rows whose gradient the server has not answered
 
