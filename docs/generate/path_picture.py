@@ -30,8 +30,8 @@ STAGES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "the policy acts": {
         "math/running_stats.py": _ALL,
-        "networks/numpy/mlp.py": _ALL,
-        "networks/numpy/distributions.py": _POLICIES,
+        "networks/numpy_mlp.py": _ALL,
+        "networks/numpy_distributions.py": _POLICIES,
         "strategies/apex/actor.py": _APEX,
     },
     "steps become rows": {

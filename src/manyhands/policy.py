@@ -28,7 +28,7 @@ from manyhands.envs.spaces import choices, flat_mask, has_mask, load_spaces
 from manyhands.errors import ConfigError
 from manyhands.math.running_stats import Normaliser
 from manyhands.networks.build import ActorCritic, RecurrentActorCritic, to_tensor
-from manyhands.networks.numpy.distributions import masked, mode, sample
+from manyhands.networks.numpy_distributions import masked, mode, sample
 from manyhands.trees import Array
 from manyhands.types import MASK, OBSERVATION, Obs
 

@@ -27,8 +27,8 @@ from manyhands.errors import ConfigError, WorkerError
 from manyhands.networks.build import build_actor_critic
 from manyhands.networks.flat import FlatParameters
 from manyhands.networks.heads import Categorical, MultiCategorical, masked
-from manyhands.networks.numpy.distributions import for_head, sample
-from manyhands.networks.numpy.mlp import FastActor, FastGradient
+from manyhands.networks.numpy_distributions import for_head, sample
+from manyhands.networks.numpy_mlp import FastActor, FastGradient
 from manyhands.policy import load
 from manyhands.viewing.evaluation import evaluate
 

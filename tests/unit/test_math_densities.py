@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from manyhands.errors import ConfigError
 from manyhands.networks.heads import Bernoulli, Categorical, DiagonalGaussian, MultiCategorical
-from manyhands.networks.numpy.distributions import for_head, has_density
+from manyhands.networks.numpy_distributions import for_head, has_density
 
 BOX = np.full((2, 2), -2.0, np.float32), np.full((2, 2), 2.0, np.float32)
 HEADS = {

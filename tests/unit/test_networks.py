@@ -14,8 +14,8 @@ from manyhands.errors import ConfigError
 from manyhands.math.natural_gradient import flat_parameters, set_flat_parameters
 from manyhands.networks.build import build_actor_critic
 from manyhands.networks.encoders import ImageEncoder, mlp
-from manyhands.networks.numpy.distributions import mode, sample
-from manyhands.networks.numpy.mlp import FastActor, can_act, encoding
+from manyhands.networks.numpy_distributions import mode, sample
+from manyhands.networks.numpy_mlp import FastActor, can_act, encoding
 
 VECTOR = Box(-1.0, 1.0, (4,))
 OBSERVATIONS = {

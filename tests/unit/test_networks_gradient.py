@@ -16,8 +16,8 @@ from manyhands.math import losses
 from manyhands.math.optimiser import Adam, clip_by_norm_
 from manyhands.networks.build import ActorCritic, build_actor_critic
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.numpy.distributions import for_head
-from manyhands.networks.numpy.mlp import (
+from manyhands.networks.numpy_distributions import for_head
+from manyhands.networks.numpy_mlp import (
     KEPT_SIZES,
     FastActor,
     FastGradient,

@@ -11,7 +11,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
 
 from manyhands.errors import ConfigError
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.numpy.mlp import NumpyMLP
+from manyhands.networks.numpy_mlp import NumpyMLP
 from manyhands.networks.q import build_bounded_actor, build_q_network, is_plain
 
 SPACE = Box(-1.0, 1.0, (3,), np.float32)

@@ -31,8 +31,8 @@ from manyhands.networks.build import (
     to_tensor,
 )
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.numpy.distributions import for_head, sample
-from manyhands.networks.numpy.mlp import FastActor, FastGradient, can_act, can_learn
+from manyhands.networks.numpy_distributions import for_head, sample
+from manyhands.networks.numpy_mlp import FastActor, FastGradient, can_act, can_learn
 from manyhands.trees import Array, take
 from manyhands.types import Acted, Actor, Batch, Info, Obs
 

@@ -24,7 +24,7 @@ from manyhands.math import losses
 from manyhands.math.optimiser import Adam, make_schedule
 from manyhands.networks.build import to_tensor
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.numpy.mlp import NumpyMLP, encoding
+from manyhands.networks.numpy_mlp import NumpyMLP, encoding
 from manyhands.networks.q import BoundedActor
 from manyhands.streams import EnvNoise
 from manyhands.trees import Array

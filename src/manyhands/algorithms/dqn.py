@@ -25,8 +25,8 @@ from manyhands.math import losses
 from manyhands.math.optimiser import make_schedule
 from manyhands.networks.build import to_tensor
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.numpy.distributions import masked
-from manyhands.networks.numpy.mlp import NumpyMLP, encoding
+from manyhands.networks.numpy_distributions import masked
+from manyhands.networks.numpy_mlp import NumpyMLP, encoding
 from manyhands.networks.q import DuelingOut, QNetwork
 from manyhands.streams import EnvNoise
 from manyhands.trees import Array

@@ -30,7 +30,7 @@ from manyhands.math.natural_gradient import (
 )
 from manyhands.math.optimiser import make_schedule
 from manyhands.networks.build import ActorCritic, to_tensor
-from manyhands.networks.numpy.mlp import FastValueGradient, can_learn
+from manyhands.networks.numpy_mlp import FastValueGradient, can_learn
 from manyhands.types import Batch, Info
 
 

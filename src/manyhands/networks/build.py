@@ -37,7 +37,7 @@ from manyhands.networks.encoders import (
     untouched_chance,
 )
 from manyhands.networks.heads import DiagonalGaussian, Head, make_head, masked
-from manyhands.networks.numpy.distributions import sample
+from manyhands.networks.numpy_distributions import sample
 from manyhands.trees import Array
 from manyhands.types import Acted, Obs
 

@@ -10,7 +10,7 @@ Images: the network of Nature 518, 529 (2015) from 36 × 36 on; for the tiny pic
 where it does not fit, one layer of 3 × 3 filters as in MinAtar (arXiv:1903.03176).
 
 No encoder asks for the number of rows, which an exporter would write down as a constant. What they
-do without convolutions, networks/numpy does too.
+do without convolutions, networks/numpy_mlp.py does too.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from manyhands.networks.encoders import (
     mlp,
 )
 from manyhands.networks.heads import Categorical, DiagonalGaussian, masked
-from manyhands.networks.numpy.mlp import can_encode
+from manyhands.networks.numpy_mlp import can_encode
 
 OUT_GAIN, ACTOR_GAIN = 1.0, 0.01
 _NO_NOISE = 1e-8  # a deviation of zero, of which the logarithm can be taken

@@ -30,7 +30,7 @@ from manyhands.errors import ConfigError
 from manyhands.networks.build import ActorCritic
 from manyhands.networks.encoders import DictEncoder, Observations, OneHotEncoder, VectorEncoder
 from manyhands.networks.flat import FlatParameters
-from manyhands.networks.numpy.distributions import has_density, masked, sample
+from manyhands.networks.numpy_distributions import has_density, masked, sample
 from manyhands.trees import Array
 from manyhands.types import Acted
 

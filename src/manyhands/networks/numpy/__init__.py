@@ -1,1 +1,0 @@
-"""An optional accelerator: small networks on the CPU, without torch's dispatch."""
