@@ -37,6 +37,11 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 WAYS = (20, 32)  # steps and rows
 NORMALISED = {"normalize_observations": True, "normalize_rewards": True}
+MASKED = {
+    "env": "manyhands/Masked-v0",
+    "env_kwargs": {"actions": 12, "where": "info", "length": 7},
+    "lstm": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ def cells(workers: int) -> list[tuple[str, str]]:
 def trained(engine: str, workers: int, launched: int = 0) -> dict[str, Trained]:
     """Every cell on one engine, twice, in one launch; `launched` tells two launches apart.
 
-    Names: "ppo-gather", "ppo-gather-again", and "ppo-gather-normalised" for PPO with normalisers.
+    Names: "ppo-gather", "ppo-gather-again", and for PPO "ppo-gather-normalised" with normalisers,
+    "ppo-gather-masked" with masks of actions and an LSTM.
     """
     folders = map(Path, one_launch(engine, workers, launched)["folders"])
     return {folder.name: read_run(folder) for folder in folders}
@@ -116,7 +122,8 @@ def one_launch(engine: str, workers: int, launched: int) -> dict[str, Any]:
     for algorithm, strategy in cells(workers):
         name = f"{algorithm}-{strategy}"
         todo = [(name, {}), (f"{name}-again", {})]
-        todo += [(f"{name}-normalised", NORMALISED)] if algorithm == "ppo" else []
+        if algorithm == "ppo":
+            todo += [(f"{name}-normalised", NORMALISED), (f"{name}-masked", MASKED)]
         cases += [
             configuration(algorithm, strategy, engine, workers, str(folder / name), **more)
             for name, more in todo

@@ -64,6 +64,14 @@ def test_normalisers_are_those_of_one_worker(engine: str, strategy: str) -> None
     close(policy, alone("ppo", "-normalised").policy)
 
 
+@pytest.mark.parametrize("strategy", ["gather", "allreduce"])
+@pytest.mark.parametrize("engine", ALL_ENGINES)
+def test_masks_and_memory_are_those_of_one_worker(engine: str, strategy: str) -> None:
+    policy = trained(engine, 2)[f"ppo-{strategy}-masked"].policy
+    assert any("lstm" in name for name in policy)
+    close(policy, alone("ppo", "-masked").policy)
+
+
 @pytest.mark.parametrize(("algorithm", "strategy"), PARALLEL)
 @pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_a_run_repeats_to_the_bit(engine: str, algorithm: str, strategy: str) -> None:

@@ -66,13 +66,27 @@ def test_sequences_are_single_steps_with_a_state_that_is_forgotten(shared: bool)
     assert torch.allclose(values, torch.cat(slow_values), atol=1e-5)
     weight = torch.randn(parameters.shape, generator=rng)
     weights = list(model.parameters())
-    fast = torch.autograd.grad((weight * parameters).sum() + values.square().sum(), weights)
+    fast = torch.autograd.grad(
+        (weight * parameters).sum() + values.square().sum(), weights, retain_graph=True
+    )
     slow = torch.autograd.grad(
         (weight * torch.cat(slow_parameters)).sum() + torch.cat(slow_values).square().sum(),
         weights,
+        retain_graph=True,
     )
     for one, other in zip(fast, slow, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+    # Twice, as TRPO's Fisher products are.
+    policy = model.policy_parameters()
+    direction = [torch.randn(p.shape, generator=rng) for p in policy]
+    curved = []
+    for found in (parameters, torch.cat(slow_parameters)):
+        kl = model.head.kl(found.detach() + 1.0 + 0.1 * weight, found).sum()
+        slopes = torch.autograd.grad(kl, policy, create_graph=True)
+        along = sum((a * b).sum() for a, b in zip(slopes, direction, strict=True))
+        curved.append(torch.autograd.grad(along, policy))
+    for one, other in zip(*curved, strict=True):
+        assert torch.allclose(one, other, rtol=1e-3, atol=1e-3)
 
 
 def test_what_the_value_has_of_its_own_moves_no_policy() -> None:

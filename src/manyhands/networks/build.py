@@ -313,12 +313,7 @@ class RecurrentActorCritic(nn.Module):
         for (lstm, features), memory in zip(self._memories(observations), parts, strict=True):
             side_by_side = features.new_zeros(int(at.max()) + 1, len(start), features.shape[-1])
             side_by_side = side_by_side.index_put((at, episode), features)
-            hidden, cell = memory.chunk(2, 1)
-            steps = []
-            for x in side_by_side:
-                hidden, cell = lstm(x, (hidden, cell))
-                steps.append(hidden)
-            hiddens.append(torch.stack(steps)[at, episode])
+            hiddens.append(_through(lstm, side_by_side, memory)[at, episode])
         return self._heads(hiddens, observations)
 
     def policy_parameters(self) -> list[nn.Parameter]:
@@ -345,6 +340,20 @@ class RecurrentActorCritic(nn.Module):
         if self.log_std is not None:
             outputs = torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
         return outputs, self.value_out(hiddens[-1]).squeeze(-1)
+
+
+def _through(lstm: nn.LSTMCell, inputs: Tensor, memory: Tensor) -> Tensor:
+    """h after each of L steps, [L, E, H], from inputs [L, E, F] and the state before [E, 2 H]."""
+    hidden, cell = memory.chunk(2, 1)
+    if inputs.device.type == "cpu":  # in one call: up to twenty times as fast
+        weights = [lstm.weight_ih, lstm.weight_hh, lstm.bias_ih, lstm.bias_hh]
+        before = hidden.unsqueeze(0).contiguous(), cell.unsqueeze(0).contiguous()
+        return torch.lstm(inputs, before, weights, True, 1, 0.0, True, False, False)[0]
+    steps = []  # that of CUDA cannot be differentiated twice, as TRPO does
+    for x in inputs:
+        hidden, cell = lstm(x, (hidden, cell))
+        steps.append(hidden)
+    return torch.stack(steps)
 
 
 def _lstm_cell(
