@@ -99,7 +99,7 @@ class Context:
         self.across = Alone()
         if self.group is not None and self.group.size > 1:
             self.across = OverGroup(self.group, self.phases)
-        self._seat_opponents()
+        self._join_games()
 
     def make_envs(self) -> tuple[VecAdapter, EnvNoise]:
         """This worker's environments, and the chance in its actions.
@@ -129,13 +129,17 @@ class Context:
         )
         self.envs.number_from(first)
         self.first_env = first
-        self._seat_opponents()
+        self._join_games()
         return self.envs, EnvNoise(seed, first, here)
 
-    def _seat_opponents(self) -> None:
-        """Once there are games with other seats, and a policy to play them."""
+    def _join_games(self) -> None:
+        """Once there are games of several agents and a policy: it plays the other seats, and agents
+        that wait are not counted in statistics."""
         envs: Any = self.envs
-        if hasattr(envs, "others") and hasattr(self, "algorithm"):
+        if envs is None or not hasattr(self, "algorithm"):
+            return
+        self.normaliser.waiting = getattr(envs, "waiting", None)
+        if hasattr(envs, "others"):
             from manyhands.strategies.opponents import Opponents
 
             envs.others = Opponents(self)
