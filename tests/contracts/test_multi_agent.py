@@ -207,6 +207,21 @@ def test_a_race_is_trained_evaluated_and_resumed(algorithm: str, tmp_path: Path)
     assert mh.load(run).act(np.zeros(2, np.float32)) in (0, 1, 2)
 
 
+def test_statistics_leave_out_rows_that_wait(tmp_path: Path) -> None:
+    """A game of 4 steps: 2 + 3 + 4 observations, the agent's number and the step."""
+    from safetensors.numpy import load_file
+
+    asked = ["train", "ppo", "--env", RACE, "--num-envs", "6", "--steps", "144", "--run-dir",
+             str(tmp_path / "run"), "--normalize-observations", "--normalize-rewards"]  # fmt: skip
+    assert main([*asked, *SMALL]) == 0
+    found = load_file(tmp_path / "run" / "policy.safetensors")
+    seen = np.array([[k, t] for k in range(3) for t in range(k + 2)], float)
+    updates = 2  # of 16 steps of 6 agents, of which 72 are transitions
+    for name in ("obs", "returns"):
+        assert found[f"normaliser/{name}/count"] == updates * 72
+    np.testing.assert_allclose(found["normaliser/obs/mean"], seen.mean(0), rtol=1e-6)
+
+
 def test_two_workers_learn_what_one_learns(tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 

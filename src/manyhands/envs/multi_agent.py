@@ -231,7 +231,7 @@ class Together(Games):
 
     def __init__(self, games: Sequence[Any], **common: Any) -> None:
         super().__init__(games, len(games) * len(_agents_of(games[0])), **common)
-        self._waits = np.zeros(self.num_envs, np.bool_)  # for the end of its game
+        self.waiting = np.zeros(self.num_envs, np.bool_)  # for the end of the game; in place
 
     def reset(self, out: Obs | None = None) -> Obs:
         for g in range(len(self.games)):
@@ -247,7 +247,7 @@ class Together(Games):
         sent = self._sent(actions)
         row = self.blank() if out is None else out
         self._blank(row)
-        np.logical_not(self._waits, out=row.valid)
+        np.logical_not(self.waiting, out=row.valid)
         for g, game in enumerate(self.games):
             self._step_game(g, game, sent, row)
             if not game.agents:
@@ -278,7 +278,7 @@ class Together(Games):
                         self._file(i, row, *ended, infos.get(agent, {}))
                     self._wait(i)
             elif agent in still:  # it has joined
-                self._waits[i] = False
+                self.waiting[i] = False
                 if row is not None:
                     self._begin(i, self._seeds[rows[0]])
 
@@ -297,14 +297,14 @@ class Together(Games):
         seen, _ = self.games[game].reset(seed=seed)
         self._done[game] = []
         for i, agent in zip(self._rows_of(game), self.agents, strict=True):
-            self._waits[i] = False
+            self.waiting[i] = False
             if agent in seen:
                 self._show(i, seen[agent])
             else:
                 self._wait(i)  # it may join
 
     def _wait(self, i: int) -> None:
-        self._waits[i] = True
+        self.waiting[i] = True
         if self._legal is not None:
             self._shown[MASK][i] = 1  # whatever is chosen is not played
 

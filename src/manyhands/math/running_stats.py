@@ -229,6 +229,8 @@ class Normaliser:
         self.returns = RunningStats(()) if rewards else None
         self._gamma = gamma
         self._running: Array | None = None  # discounted return so far, per environment
+        self.waiting: Array | None = None  # [B] whose observations and rewards mean nothing now
+        self._counted: Any = ...  # the others, of this step
 
     @property
     def statistics(self) -> dict[str, RunningStats]:
@@ -238,8 +240,10 @@ class Normaliser:
 
     def see(self, raw: Obs) -> Obs:
         """Count raw observations [B, ...] and give them normalised."""
+        if self.waiting is not None:
+            self._counted = np.flatnonzero(~self.waiting)
         for name, stats in self.parts.items():
-            stats.update(raw[name] if name else raw)
+            stats.update((raw[name] if name else raw)[self._counted])
         return self.apply(raw)
 
     def apply(self, raw: Obs) -> Obs:
@@ -274,7 +278,7 @@ class Normaliser:
         if self._running is None:
             self._running = np.zeros(len(reward))
         self._running = self._running * self._gamma + reward
-        self.returns.update(self._running)
+        self.returns.update(self._running[self._counted])
         reward[:] = self.returns.normalise(reward, center=False)
         self._running[ended] = 0.0
 

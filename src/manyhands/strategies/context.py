@@ -109,7 +109,7 @@ class Context:
         self.across = Alone()
         if self.group is not None and self.group.size > 1:
             self.across = OverGroup(self.group, self.phases)
-        self._seat_opponents()
+        self._join_games()
 
     def make_envs(self) -> tuple[VecAdapter, EnvNoise]:
         """This worker's environments, and the chance in its actions.
@@ -142,7 +142,7 @@ class Context:
         self.first_env = first
         for name, (_, value) in () if self.changes is None else self.changes.attributes.items():
             self.envs.set_attribute(name, value)  # of a worker that was restarted, or comes late
-        self._seat_opponents()
+        self._join_games()
         return self.envs, EnvNoise(seed, first, here)
 
     def take_changes(self, state: dict[str, Any]) -> None:
@@ -157,10 +157,14 @@ class Context:
             for name, value in attributes.items():
                 self.envs.set_attribute(name, value)
 
-    def _seat_opponents(self) -> None:
-        """Once there are games with other seats, and a policy to play them."""
+    def _join_games(self) -> None:
+        """Once there are games of several agents and a policy: it plays the other seats, and agents
+        that wait are not counted in statistics."""
         envs: Any = self.envs
-        if hasattr(envs, "others") and hasattr(self, "algorithm"):
+        if envs is None or not hasattr(self, "algorithm"):
+            return
+        self.normaliser.waiting = getattr(envs, "waiting", None)
+        if hasattr(envs, "others"):
             from manyhands.strategies.opponents import Opponents
 
             envs.others = Opponents(self)
