@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -67,6 +68,32 @@ class Relay:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._outlet.stream, name)
+
+
+class Labelled(Relay):
+    """The same for a worker whose lines appear among those of others: each says whose it is."""
+
+    def __init__(self, stream: TextIO, who: str) -> None:
+        super().__init__(Outlet(stream))
+        self._mark, self._inside = f"[{who}] ", False  # whether a line has begun and not ended
+
+    def flush(self) -> None:
+        with self._lock:
+            held, self._held = self._held, ""
+            if held:
+                text = "".join(self._mark + line for line in held.splitlines(keepends=True))
+                self._outlet.write(text[len(self._mark) :] if self._inside else text)
+                self._inside = not held.endswith("\n")
+
+
+def label_lines(who: str) -> None:
+    """From now on, and for good, what this process prints begins with its name."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, Relay):
+            labelled = Labelled(stream, who)
+            setattr(sys, name, labelled)
+            atexit.register(labelled.flush)
 
 
 class Standing:

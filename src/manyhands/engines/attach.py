@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from manyhands import roles
+from manyhands import roles, terminal
 from manyhands.engines import inline, process
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES, Place, Worker
 from manyhands.errors import ConfigError
@@ -34,8 +34,18 @@ def attach(timeout: float | None = None) -> Worker:
     if place.size == 1 and place.engine != "torch":
         return inline.solo(limit)
     module = importlib.import_module(f"manyhands.engines.{place.engine}")
+    if not place.is_main and not _labelled_by_launcher(place):
+        number = place.rank if place.role == "worker" else place.role_rank
+        terminal.label_lines(f"{place.role} {number}")
     worker: Worker = module.attach(place, limit)
     return worker
+
+
+def _labelled_by_launcher(place: Place) -> bool:
+    """Whether somebody else says whose line it is: Ray, or `manyhands launch` where each worker is
+    a process of its own; mpiexec and torchrun mix all lines."""
+    launched = os.environ.get("MANYHANDS_LAUNCHED") == "1"
+    return place.engine == "ray" or (launched and place.engine != "mpi")
 
 
 def timeout_from(timeout: float | None) -> float:
