@@ -320,6 +320,38 @@ def test_an_interrupted_run_with_masks_continues_exactly(tmp_path: Path) -> None
     assert all(np.array_equal(after[0][k], after[1][k]) for k in after[0])
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "alone"])
+def test_an_agent_and_vector_environments(algorithm: str, mode: str) -> None:
+    """Nothing is possible where an episode has ended, and nothing is said against that."""
+    options: dict[str, Any] = {"hidden": (8,), "rollout_length": 8, "steps": 96}
+    options |= {"minibatch": 8} if algorithm == "ppo" else {"learning_starts": 32, "batch_size": 8}
+    envs: Any = Ending()
+    if mode != "alone":
+        how = gymnasium.vector.AutoresetMode(mode)
+        envs = gymnasium.vector.SyncVectorEnv([Ending] * 2, autoreset_mode=how)
+    with mh.Agent(algorithm, envs, **options) as agent:
+        obs, _ = envs.reset(seed=1)
+        while not agent.done:
+            obs, *more = envs.step(agent.act(obs))
+            agent.observe(obs, *more)
+            agent.update()
+            if mode == "alone" and (more[1] or more[2]):
+                obs, _ = envs.reset()
+        assert agent.version > 0
+
+
+class Ending(gymnasium.Wrapper):  # type: ignore[misc]
+    """Terminates, with a mask of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__(gymnasium.make("manyhands/Masked-v0", actions=6, possible=2, length=5))
+
+    def step(self, action: Any) -> Any:
+        obs, reward, _, over, info = self.env.step(action)
+        return {**obs, MASK: obs[MASK] * (not over)}, reward, over, False, info
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 

@@ -241,14 +241,23 @@ def _memory_faults(experiment: Experiment) -> Iterator[str]:
         yield f"{spec.name} with --lstm learns from rollouts of equal length; type: --collect steps"
     if run.overlap:
         yield "overlap and lstm do not go together: leave one of them out"
-    minibatch, length = getattr(o, "minibatch", 0), run.rollout_length
-    if minibatch > 0 and length > 0 and minibatch % length and run.collect == "steps":
+    if _cuts_rollouts(experiment):
+        minibatch, length = o.minibatch, run.rollout_length
         yield (
             f"with --lstm a minibatch is whole rollouts of {length} steps, and minibatch="
             f"{minibatch} is no multiple of that; type: --minibatch "
             f"{max(1, minibatch // length) * length}, or --rollout-length "
             f"{_largest_divisor(minibatch, length)}"
         )
+
+
+def _cuts_rollouts(experiment: Experiment) -> bool:
+    """Whether a minibatch is no number of whole rollouts, where a memory needs them whole."""
+    o, length = experiment.options, experiment.run.rollout_length
+    if getattr(o, "lstm", 0) < 1 or length < 1 or experiment.run.collect != "steps":
+        return False
+    minibatch: int = getattr(o, "minibatch", 0)
+    return minibatch > 0 and minibatch % length > 0
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -336,7 +345,8 @@ def _batch_faults(experiment: Experiment) -> Iterator[str]:
     if run.collect == "steps":
         formula = f"{run.num_envs} envs × {run.rollout_length} steps = {run.batch}"
         minibatch = getattr(experiment.options, "minibatch", 0)
-        if minibatch > 0 and run.batch % minibatch:
+        cut = _cuts_rollouts(experiment)  # said with the memory
+        if minibatch > 0 and run.batch % minibatch and not cut:
             yield _minibatch_fault(run.batch, minibatch, formula)
     else:
         formula = f"batch_steps = {run.batch}"

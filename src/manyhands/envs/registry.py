@@ -13,7 +13,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -154,7 +154,7 @@ def env_factory(env: EnvSource, env_kwargs: dict[str, Any], num_envs: int = 1) -
     return _with_masks(make, env, env_kwargs)
 
 
-_gives_mask: dict[tuple[EnvSource, str], bool] = {}  # in `info`, by what the environment is made of
+_gives_mask: dict[tuple[Hashable, str], bool] = {}  # in `info`, by what the environment is made of
 
 
 def _with_masks(
@@ -165,7 +165,7 @@ def _with_masks(
     Whether `info` has one is seen after a reset only: of an environment that is made for that, so
     that those which are trained in have no episode more.
     """
-    key = (env, repr(sorted(env_kwargs.items())))
+    key = (env if isinstance(env, Hashable) else id(env), repr(sorted(env_kwargs.items())))
 
     def made() -> Any:
         one = make()
@@ -175,20 +175,21 @@ def _with_masks(
             part = one.observation_space[MASK]
             return MaskedObservation(one) if isinstance(part, gymnasium.spaces.Tuple) else one
         if key not in _gives_mask:
-            _gives_mask[key] = _mask_in_info(make)
+            _gives_mask[key] = _mask_in_info(make, one)
         return MaskedObservation(one) if _gives_mask[key] else one
 
     return made
 
 
 @streams.given_back()  # environments may draw in the making
-def _mask_in_info(make: Callable[[], Any]) -> bool:
+def _mask_in_info(make: Callable[[], Any], other: Any) -> bool:
     with suppress(Exception):  # whatever fails here fails again where it is reported
         env = make()
         try:
             return MASK in env.reset(seed=0)[1]
         finally:
-            env.close()
+            if env is not other:  # a callable may give the same one again
+                env.close()
     return False
 
 

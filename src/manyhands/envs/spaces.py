@@ -204,12 +204,12 @@ class LegalCheck:
 
     def __init__(self, actions: Any) -> None:
         sizes = choices(actions)
-        self._starts = np.cumsum([0, *sizes[:-1]])
+        self._starts, self._size = np.cumsum([0, *sizes[:-1]]), sum(sizes)
         self._single = len(sizes) == 1
 
     def bad_rows(self, masks: Array) -> Array:
         """Those in which a choice has no alternative left, [k]."""
-        flat = masks.reshape(len(masks), -1) != 0
+        flat = masks.reshape(len(masks), self._size) != 0
         possible = flat.any(axis=1)
         if not self._single:
             possible = np.logical_or.reduceat(flat, self._starts, axis=1).all(axis=1)

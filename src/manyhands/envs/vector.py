@@ -181,8 +181,9 @@ class VectorAdapter(VecAdapter):
         if done.any():
             self._finish(np.flatnonzero(done), info, row)
         if self._legal is not None:
-            # Where an episode has terminated, nothing need be possible, nor is anything chosen.
-            acted_on = ~row.terminated if self.mode == "NextStep" else np.ones(len(done), np.bool_)
+            # Where an episode has terminated, nothing need be possible; the next one's first
+            # observation stands there with SameStep only.
+            acted_on = np.ones_like(done) if self.mode == "SameStep" else ~row.terminated
             self._check_masks(trees.take(row.obs, acted_on), np.flatnonzero(acted_on))
         self._ended = done if self.mode == "NextStep" else self._ended
         return row
