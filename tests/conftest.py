@@ -52,13 +52,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def quick_children() -> None:
-    """For what tests start, not for pytest's own processes (children/sitecustomize.py says why)."""
-    folders = [str(Path(__file__).parent / "children"), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-
-
 SHM = "/dev/shm"
 
 
