@@ -67,7 +67,7 @@ def make_vec(
 
     Args:
         env: a Gymnasium id, "package.module:function", a callable returning a `gymnasium.Env`
-            (or a `VectorEnv`: it is told `num_envs` if that is an argument of it), or a
+            (or a `VectorEnv`: it is given `num_envs` if that is an argument of it), or a
             `VectorEnv`.
         num_envs: sub-environments of this worker.
         backend: "gymnasium" steps Python environments in a loop; "vector" uses the environment's

@@ -115,7 +115,7 @@ def unknown_id(env_id: str, known: list[str], detail: str) -> ConfigError:
 
 
 def takes_num_envs(env: EnvSource) -> bool:
-    """Whether it is a function that is told how many environments to make: `num_envs` is an
+    """Whether it is a function that is given how many environments to make: `num_envs` is an
     argument of it, and it is no class of single environments."""
     if isinstance(env, str) or (isinstance(env, type) and issubclass(env, gymnasium.Env)):
         return False
@@ -133,11 +133,11 @@ def env_factory(env: EnvSource, env_kwargs: dict[str, Any], num_envs: int = 1) -
     """
     if not isinstance(env, str):
         factory = env
-        told = {"num_envs": num_envs} if takes_num_envs(env) else {}
+        given = {"num_envs": num_envs} if takes_num_envs(env) else {}
 
         def make_own() -> Any:
             quiet_mujoco()
-            return factory(**told, **env_kwargs)
+            return factory(**given, **env_kwargs)
 
         return _with_masks(make_own, env, env_kwargs)
 
