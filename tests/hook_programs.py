@@ -107,3 +107,19 @@ class Endless(Staged):
 class Breaks(Staged):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         raise OSError("it broke")
+
+
+def long_pole(length: float = 1.0) -> gymnasium.Env[Any, Any]:
+    """CartPole with another pole; Gymnasium's own has 0.5."""
+    env = gymnasium.make("CartPole-v1")
+    cart: Any = env.unwrapped
+    cart.length, cart.polemass_length = length, cart.masspole * length
+    return env
+
+
+class UntilGood:
+    """Ends a run once an evaluation has a mean return of at least 475."""
+
+    def on_evaluation(self, run: Any, evaluation: Any) -> None:
+        if evaluation.mean_return >= 475:
+            run.stop("475 is reached")

@@ -79,6 +79,10 @@ EVENTS: dict[str, tuple[tuple[str, ...], str]] = {
         "the end of an asynchronous run: messages that came when it was over, that were lost with "
         "their writer, that were too old; workers that were restarted",
     ),
+    "start_from": (
+        ("run", "taken", "left"),
+        "with `--start-from`: what was taken over from that run, and what not, with the reason",
+    ),
     "evaluation": (
         (
             "is_best",

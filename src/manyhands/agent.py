@@ -77,6 +77,7 @@ _NOT_HERE = {
     "timeout": "it is an argument of mh.Parallel(timeout=...)",
     "hooks": "the loop is yours: call what you like in it",
     "log_info": "envs.step gives you every info",
+    "start_from": "it is an option of `manyhands train`",
     "eval_every": "act(obs, explore=False) evaluates, whenever you like",
     "eval_episodes": "act(obs, explore=False) evaluates, whenever you like",
     "log_every": "agent.update() gives every report to you",

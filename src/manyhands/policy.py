@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from manyhands.envs.make import to_look_at
 from manyhands.envs.registry import resolve, takes_num_envs
 from manyhands.envs.spaces import choices, flat_mask, has_mask, load_spaces
 from manyhands.errors import ConfigError
-from manyhands.math.running_stats import Normaliser
+from manyhands.math.running_stats import Moments, Normaliser
 from manyhands.networks.build import ActorCritic, RecurrentActorCritic, to_tensor
 from manyhands.networks.numpy_distributions import masked, mode, sample
 from manyhands.trees import Array
@@ -251,16 +251,89 @@ def policy_file(run_dir: str | os.PathLike[str], which: str = "last") -> tuple[P
     return folder, file
 
 
+class Started(NamedTuple):
+    """What a run that starts from another has taken over of its arrays, and what not."""
+
+    taken: list[str]
+    left: list[str]  # with the reason
+
+    def words(self) -> str:
+        said = f"{len(self.taken)} of {len(self.taken) + len(self.left)} arrays taken over"
+        return f"{said}; not: {'; '.join(self.left)}" if self.left else said
+
+
+def start_from(arrays: dict[str, Array], model: ActorCritic, normaliser: Normaliser) -> Started:
+    """Take over what fits: weights of the same name and shape, statistics of the same shape.
+
+    ConfigError where no layer fits, but for biases: the run would be one from scratch.
+    """
+    taken, left = [], []
+    here = model.state_dict()
+    there = {k.removeprefix("model/"): v for k, v in arrays.items() if k.startswith("model/")}
+    for name in sorted(here.keys() | there.keys()):
+        if name not in there:
+            left.append(f"{name} is new")
+        elif name not in here:
+            left.append(f"{name} has no place here")
+        elif here[name].shape != there[name].shape:
+            shapes = f"{list(there[name].shape)} there and {list(here[name].shape)} here"
+            left.append(f"{name} is {shapes}")
+        else:
+            taken.append(name)
+    if not any(here[name].ndim > 1 for name in taken):
+        raise ConfigError(
+            f"no layer fits this network: {'; '.join(left)}. Give the run the same network "
+            "(--hidden, --network) and the same kind of algorithm"
+        )
+    model.load_state_dict(here | {name: torch.from_numpy(there[name]) for name in taken})
+    for part, stats in normaliser.statistics.items():
+        if f"normaliser/{part}/mean" not in arrays:
+            continue
+        found = {k: arrays[f"normaliser/{part}/{k}"] for k in ("count", "mean", "m2")}
+        name = f"statistics of {part.replace('obs', 'observations', 1)}"
+        if found["mean"].shape != stats.shape:
+            shapes = f"{list(found['mean'].shape)} there and {list(stats.shape)} here"
+            left.append(f"{name} are {shapes}")
+            continue
+        nothing = {f"pending_{k}": v for k, v in Moments.empty(stats.shape).state().items()}
+        stats.load_state(found | nothing)
+        taken.append(name)
+    return Started(taken, left)
+
+
+@streams.given_back()  # models draw in the making
+def check_start(experiment: Experiment) -> None:
+    """ConfigError unless the run can start from where it is asked to."""
+    run = experiment.run
+    try:
+        arrays = arrays_of(policy_file(run.start_from)[1])
+        spaces = spaces_of(run)
+        start_from(
+            arrays, build_model(experiment, *spaces), build_normaliser(experiment, spaces[0])
+        )
+    except ConfigError as error:
+        raise ConfigError(f"start_from {run.start_from}: {error}") from None
+
+
+def arrays_of(file: Path | bytes) -> dict[str, Array]:
+    """What a file of a policy holds, or the bytes of one."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load as from_bytes
+
+    try:
+        return from_bytes(file if isinstance(file, bytes) else file.read_bytes())  # type: ignore[no-any-return]
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file!r} cannot be read: {error}") from None
+
+
 def read_policy(folder: Path, file: Path) -> Policy:
     """The policy in that file, of the run in that folder."""
-    from safetensors.numpy import load_file
-
     experiment = load_toml(folder / "config.toml")
     run = experiment.run
     spaces = load_spaces(folder) or spaces_of(run)
     model = build_model(experiment, *spaces)
     normaliser = build_normaliser(experiment, spaces[0])
-    arrays = load_file(file)
+    arrays = arrays_of(file)
     weights = {k.removeprefix("model/"): torch.from_numpy(v) for k, v in arrays.items()
                if k.startswith("model/")}  # fmt: skip
     _check_keys(model, weights)

@@ -217,9 +217,15 @@ def train_experiment(experiment: Experiment) -> Result:
     """Run a checked configuration on its engine."""
 
     def prepare(stack: ExitStack) -> Plan:
-        run_dir = os.path.abspath(experiment.run.run_dir or default_run_dir(experiment))
+        run = experiment.run
+        if run.start_from:
+            from manyhands.policy import check_start
+
+            check_start(experiment)
+            run = replace(run, start_from=os.path.abspath(run.start_from))
+        run_dir = os.path.abspath(run.run_dir or default_run_dir(experiment))
         stack.enter_context(RunLock(run_dir))
-        plain = to_plain(replace(experiment, run=replace(experiment.run, run_dir=run_dir)))
+        plain = to_plain(replace(experiment, run=replace(run, run_dir=run_dir)))
         return {"run_dir": run_dir, "plain": plain, "resumed": None}
 
     return _perform(experiment.run, prepare)
@@ -260,6 +266,8 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
     # Before any environment is made: whatever draws from the generators that all share repeats.
     seeding.seed_everything(experiment.run.seed, "worker", worker.place.rank)
     context = Context(experiment, worker)
+    if resumed is not None:
+        context.start_from = ""  # all that it was is in the checkpoint
     if not context.synchronous:  # those take the spaces of the environments that they all have
         context.build(spaces_of(experiment.run))
     resumed = resumed if context.learns else None

@@ -51,6 +51,9 @@ class RunConfig:
     """Root of every random number of the run; the same seed and workers repeat it."""
     run_dir: str = ""
     """Folder of the results (empty: runs/ENV/ALGORITHM-STRATEGY/SEED-TIME)."""
+    start_from: str = ""
+    """Folder of an earlier run, or its best/, whose weights this one begins with (fine-tuning); the
+    environment and other options may differ. What does not fit is listed, and begins anew."""
     target_return: float | None = None
     """End as solved once the mean return of the last 100 finished episodes is at least this."""
     num_envs: int = 8
@@ -178,9 +181,9 @@ HOOKS: dict[str, tuple[str, ...]] = {
 
 # In which part of the help a field stands
 GROUPS: dict[str, tuple[str, ...]] = {
-    "run": ("env", "steps", "seed", "target_return", "run_dir", "hooks", "log_info", "eval_every",
-            "eval_episodes", "log_every",
-            "checkpoint_seconds", "tensorboard", "wandb", "quiet"),
+    "run": ("env", "steps", "seed", "start_from", "target_return", "run_dir", "hooks", "log_info",
+            "eval_every", "eval_episodes", "log_every", "checkpoint_seconds",
+            "tensorboard", "wandb", "quiet"),
     "worker": ("workers", "strategy", "engine", "device", "timeout", "address"),
     "batch": ("num_envs", "rollout_length", "collect", "batch_steps", "overlap"),
     "asynchronous": ("learners", "unrolls", "pushes", "reduce", "reducers", "max_lag", "queue"),

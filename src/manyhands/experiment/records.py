@@ -25,7 +25,7 @@ from manyhands.experiment.metrics import Returns
 from manyhands.experiment.progress import Progress
 from manyhands.experiment.report_lines import end_table, number, start_table
 from manyhands.experiment.sinks import make_sinks
-from manyhands.policy import network_line, save_policy
+from manyhands.policy import Started, network_line, save_policy
 
 KEEP_SECONDS = 10.0  # between two writings of the policy
 EPISODES = 100  # a run is solved by the mean return of so many finished episodes
@@ -126,6 +126,12 @@ class Records:
     @property
     def wall_seconds(self) -> float:
         return time.perf_counter() - self._started
+
+    def started_from(self, started: Started) -> None:
+        """What was taken over from the run that this one starts from, and what not."""
+        run = self._experiment.run.start_from
+        self.folder.event("start_from", run=run, taken=started.taken, left=started.left)
+        self.progress.say(f"start from {run}: {started.words()}")
 
     def note(self, notes: Sequence[str]) -> None:
         """What is not as it should be after a resume: in the events, and on standard error."""

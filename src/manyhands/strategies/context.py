@@ -23,6 +23,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 
 from manyhands import devices, seeding
@@ -35,8 +36,16 @@ from manyhands.envs.adapter import Stepper, VecAdapter
 from manyhands.envs.make import frame_stack, to_look_at
 from manyhands.experiment.bottleneck import Phases
 from manyhands.math.running_stats import Normaliser
-from manyhands.policy import build_model, build_normaliser
+from manyhands.policy import (
+    Started,
+    arrays_of,
+    build_model,
+    build_normaliser,
+    policy_file,
+    start_from,
+)
 from manyhands.streams import EnvNoise
+from manyhands.trees import Array
 
 if TYPE_CHECKING:
     from manyhands.experiment.hooks import Changes
@@ -71,6 +80,8 @@ class Context:
         who = f"{self.part.role} {self.part.rank}"
         self.seat = devices.seat(run.device if self.learns else "cpu", worker.place, who)
         self.restarts = worker.restarts
+        self.start_from = run.start_from  # a folder; "" in a run that is resumed
+        self.started: Started | None = None  # what was taken over from there
         self.session = 0  # how often the run was resumed with new episodes
         self.envs: VecAdapter | None = None
         self.first_env = 0  # the number of this worker's first environment among all
@@ -97,6 +108,8 @@ class Context:
         self.normaliser = build_normaliser(self.experiment, spaces[0])
         self.statistics = self.normaliser.statistics
         model = build_model(self.experiment, *spaces)
+        if self.start_from and self.learns:
+            self.started = start_from(self._earlier(), model, self.normaliser)
         # Learners of images get the cores that are left. WHY not all learners: threads that meet
         # after every small product of an MLP cost more than they bring, and on a machine with other
         # jobs a hundred times more.
@@ -110,6 +123,16 @@ class Context:
         if self.group is not None and self.group.size > 1:
             self.across = OverGroup(self.group, self.phases)
         self._join_games()
+
+    def _earlier(self) -> dict[str, Array]:
+        """The arrays of the policy to start from, on all that learn together; only the main worker
+        need see the disk."""
+        data = np.zeros(0, np.uint8)
+        if self.is_main:
+            data = np.fromfile(policy_file(self.start_from)[1], np.uint8)
+        if self.group is not None:
+            data = self.group.all_gather({"policy": data})["policy"]
+        return arrays_of(data.tobytes())
 
     def make_envs(self) -> tuple[VecAdapter, EnvNoise]:
         """This worker's environments, and the chance in its actions.

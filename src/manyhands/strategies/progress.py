@@ -94,6 +94,8 @@ class RunProgress:
         if self.resumed is not None:
             with self.context.phases("starting"):
                 self.restore(self.resumed)
+        if self.context.started is not None:
+            self.records.started_from(self.context.started)
         if self.hooks is not None:
             self.hooks.start()
         self._tell_changes()
