@@ -30,6 +30,8 @@ def missing_package(experiment: Experiment) -> str:
     run = experiment.run
     if run.env_backend == "envpool":
         package = "envpool"
+    elif run.env_backend == "pettingzoo":
+        package = "pettingzoo"
     elif run.env.startswith("ALE/"):
         package = "ale_py"
     elif run.env.startswith(("HalfCheetah", "Walker2d")):
