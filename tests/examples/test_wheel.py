@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DATA = {"recipes": "src/manyhands/recipes", "examples": "examples"}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = sorted({*PROJECT["optional-dependencies"]} - {"dev", "docs"})
 SECONDS = 600  # for what takes sixty on a quiet machine: torch is unpacked
 
 USERS_FILE = """\
@@ -42,33 +45,57 @@ def test_a_wheel_has_the_package_its_types_recipes_and_examples(tmp_path: Path) 
         assert len(there) > 10
         assert {f"manyhands/{inside}/{name}" for name in there} <= names
     rest = {n for n in names - package if not n.startswith(("manyhands/recipes/", "manyhands/ex"))}
-    assert {n for n in rest if ".dist-info/" not in n} == {"manyhands/py.typed"}
+    page = {f"manyhands/viewing/page/watch.{kind}" for kind in ("html", "js", "css")}
+    assert {n for n in rest if ".dist-info/" not in n} == {"manyhands/py.typed"} | page
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3 * SECONDS)
-def test_the_wheel_works_in_an_empty_environment(tmp_path: Path) -> None:
-    """`make dist` runs this with the wheel that it has built."""
-    wheel = Path(os.environ.get("MANYHANDS_WHEEL") or built(tmp_path)).resolve()
-    home = tmp_path / "empty"
-    venv.create(home, with_pip=True)
-    python = str(home / "bin" / "python")
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("PYTEST")}
+class Empty:
+    """A virtual environment with the wheel and nothing else, or with one of its extras.
 
-    def run(*words: str, expect: int = 0) -> str:
+    `make dist` gives the wheel that it has built.
+    """
+
+    def __init__(self, folder: Path, extra: str = "") -> None:
+        self.folder, self.home = folder, folder / "empty"
+        self.wheel = Path(os.environ.get("MANYHANDS_WHEEL") or built(folder)).resolve()
+        venv.create(self.home, with_pip=True)
+        self.python = str(self.home / "bin" / "python")
+        self.command = str(self.home / "bin" / "manyhands")
+        what = f"manyhands{extra and f'[{extra}]'} @ file://{self.wheel}"
+        constraints = ["-c", str(ROOT / "constraints.txt")]
+        self.run(self.python, "-m", "pip", "install", "--quiet", *constraints, "torch", what)
+        here = self.run(self.python, "-c", "import manyhands; print(manyhands.__file__)")
+        assert here.startswith(str(self.home))
+
+    def run(self, *words: str, expect: int = 0) -> str:
+        hidden = ("PYTHONPATH", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
+        env = {k: v for k, v in os.environ.items() if k not in hidden}
         done = subprocess.run(
-            words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=SECONDS
+            words, cwd=self.folder, env=env, capture_output=True, text=True, timeout=SECONDS
         )
         output = done.stdout + done.stderr
         assert done.returncode == expect, f"{' '.join(words)}: exit {done.returncode}\n{output}"
         return output
 
-    constraints = ["-c", str(ROOT / "constraints.txt")]
-    run(python, "-m", "pip", "install", "--quiet", *constraints, "torch", str(wheel))
-    here = run(python, "-c", "import manyhands; print(manyhands.__file__)")
-    assert here.startswith(str(home))
 
-    command = str(home / "bin" / "manyhands")
+@pytest.mark.slow
+@pytest.mark.timeout(3 * SECONDS)
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_the_wheel_works_with_each_extra(extra: str, tmp_path: Path) -> None:
+    empty = Empty(tmp_path, extra)
+    assert "all engines that are installed work" in empty.run(empty.command, "doctor")
+    assert "first steps:" in empty.run(empty.python, "-m", "manyhands", "--help")
+    assert "ppo-cartpole" in empty.run(empty.command, "recipes")
+    engine = extra if extra in ("mpi", "ray") else "local"
+    words = ["train", "ppo", "--env", "CartPole-v1", "--steps", "2048", "-n", "2"]
+    assert f"on the {engine} engine" in empty.run(empty.command, *words, "--engine", engine)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * SECONDS)
+def test_the_wheel_works_in_an_empty_environment(tmp_path: Path) -> None:
+    empty = Empty(tmp_path)
+    wheel, python, command, run = empty.wheel, empty.python, empty.command, empty.run
     assert "all engines that are installed work" in run(command, "doctor")
     assert "first steps:" in run(python, "-m", "manyhands", "--help")
     assert "ppo-cartpole" in run(command, "recipes")
