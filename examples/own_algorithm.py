@@ -38,7 +38,7 @@ class Reinforce(PolicyGradient):
 
     def update(self, batch, across, progress):
         o, fit = self.options, explained_variance(batch, across)
-        batch = {**batch, "advantage": normalised(batch["advantage"], across)}
+        batch = normalised(batch, across)
         info = self.descend(
             batch, across, epochs=1, minibatch=0, lr=o.learning_rate, max_grad_norm=o.max_grad_norm
         )

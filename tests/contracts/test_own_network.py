@@ -173,8 +173,11 @@ def test_a_class_is_given_by_name_or_as_it_is(tmp_path: Path) -> None:
     named = train("ppo", "vector", tmp_path / "named", 64)
     given = train("ppo", "vector", tmp_path / "given", 64, network=own_networks.Features)
     assert weights(named) == weights(given)
+    own = lambda *spaces, width: own_networks.Features(*spaces, width=width)  # noqa: E731
+    here = train("ppo", "vector", tmp_path / "here", 64, network=own)
+    assert weights(named) == weights(here)  # inline, it need not be sent
     with pytest.raises(ConfigError, match="a lambda cannot be sent"):
-        train("ppo", "vector", tmp_path / "lambda", 64, network=lambda *spaces: None)
+        train("ppo", "vector", tmp_path / "l", 64, network=lambda *s: None, engine="local")
 
 
 @pytest.mark.parametrize(

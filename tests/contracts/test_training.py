@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.usefixtures("nothing_left")]
 KEYS = {
     "env_steps", "episodes", "updates", "wall_seconds", "steps_per_second", "mean_return",
     "best_return", "solved", "algorithm", "strategy", "engine", "workers", "seed", "restarts",
-    "lost_fragments", "phase_seconds", "exit",
+    "lost_fragments", "phase_seconds", "exit", "versions", "cpu", "gpu", "commit",
 }  # fmt: skip
 FILES = {
     "config.toml", "episodes.csv", "events.jsonl", "metrics.csv", "metrics.jsonl",

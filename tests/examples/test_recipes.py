@@ -103,7 +103,7 @@ def test_two_updates(name: str, tmp_path: Path) -> None:
 def test_all_are_listed_and_each_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
-    assert "ppo-cartpole     PPO on CartPole-v1\n" in listed
+    assert re.search(r"(?m)^ppo-cartpole +PPO on CartPole-v1$", listed)
     assert [name for name in names() if not re.search(rf"(?m)^{name} ", listed)] == []
     assert main(["recipes", "ppo-pong"]) == 0
     assert capsys.readouterr().out == (FOLDER / "ppo-pong.toml").read_text()
