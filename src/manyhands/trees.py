@@ -47,6 +47,9 @@ def named(tree: Tree, above: str = "") -> dict[str, Any]:
 def take(tree: T, where: Any) -> T:
     """What stands at an index, a slice or a list of rows of the first axis: numpy's rules."""
     found: Any = tree
+    if type(found) is dict:  # the usual batch, and every minibatch: worth a way of its own
+        found = {k: v[where] if type(v) is np.ndarray else take(v, where) for k, v in found.items()}
+        return found  # type: ignore[no-any-return]
     if isinstance(found, (dict, tuple)):
         return map(lambda leaf: leaf[where], found)  # type: ignore[no-any-return]
     return found[where]  # type: ignore[no-any-return]
