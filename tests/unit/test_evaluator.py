@@ -58,6 +58,7 @@ def test_evaluation_in_line_changes_nothing_of_the_training(case: str, tmp_path:
     rows = [row for row in lines(with_it.run_dir / "metrics.jsonl") if "eval_return" in row]
     assert [row["eval_env_steps"] for row in rows] == [e.env_steps for e in seen]
     assert [row["eval_env_steps"] for row in rows] == [row["env_steps"] for row in rows]
+    assert all(row["steps_per_second"] > 0 for row in rows)  # also of the last, after all updates
     assert rows[-1]["eval_env_steps"] == with_it.summary["env_steps"]
     assert len(rows) >= 4
     assert all(row["eval_return"] == row["eval_length"] == 6 for row in rows)

@@ -64,6 +64,7 @@ class Records:
         self._peers = peers
         self._resumed_steps = 0 if resumed is None else int(resumed["env_steps"])
         self._last_steps, self._last_time = self._resumed_steps, time.perf_counter()
+        self._speed = 0.0  # environment steps a second, between the last two updates in the records
         self._last_update = (self._resumed_steps, 0, time.time())  # steps, updates, when
         self.purge_step: int | None = None  # the first step that a resumed run writes anew
         self.checkpoint_failures = 0
@@ -261,6 +262,9 @@ class Records:
             return
         self._last_update = (steps, updates, time.time())
         if self.due(updates):
+            now = time.perf_counter()
+            self._speed = (steps - self._last_steps) / max(now - self._last_time, 1e-9)
+            self._last_steps, self._last_time = steps, now
             seconds = {f"seconds/{k}": round(v, 4) for k, v in phases.totals().items()}
             failures = self.checkpoint_failures
             failed = {"checkpoint_failures": failures} if failures else {}
@@ -283,14 +287,11 @@ class Records:
         self._record(steps, updates, {**more, **last})
 
     def _record(self, steps: int, updates: int, more: Mapping[str, Any]) -> None:
-        now = time.perf_counter()
-        speed = (steps - self._last_steps) / max(now - self._last_time, 1e-9)
-        self._last_steps, self._last_time = steps, now
         record = {
             "env_steps": steps,
             "update": updates,
-            "wall_seconds": round(now - self._started, 4),
-            "steps_per_second": round(speed, 1),
+            "wall_seconds": round(self.wall_seconds, 4),
+            "steps_per_second": round(self._speed, 1),
             "episodes": self.returns.episodes,
             "mean_return": self.returns.mean,
             **more,

@@ -18,6 +18,7 @@ import os
 import queue
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -39,6 +40,7 @@ from manyhands.viewing.evaluation import Evaluation, play
 
 FOLDER = "evaluation"  # of the policies that wait; gone when the run has ended
 LAST_SECONDS = 60.0  # that the last evaluation may take, or three times the longest before it
+_END_SECONDS = 10.0  # for the kernel to end a process that was killed
 _TRIES = 2  # of an evaluation whose process dies
 _LONGEST = 100_000  # steps of an episode: one that never ends must not keep an inline run
 
@@ -256,7 +258,9 @@ class _Process:
     def close(self) -> int:
         """End it; its code."""
         self._child.kill()
-        code = self._child.wait()
+        code = -signal.SIGKILL
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel ends it in its own time
+            code = self._child.wait(_END_SECONDS)
         for pipe in (self._child.stdin, self._child.stdout):
             assert pipe is not None
             with contextlib.suppress(OSError):
