@@ -181,6 +181,17 @@ class Games(VecAdapter):
         self._settle(restarted)
         return Restored(trees.map(np.copy, self._shown), restarted, reasons)
 
+    def reset(self, out: Obs | None = None) -> Obs:
+        self._running = True
+        for g in range(len(self.games)):
+            self._begin_game(g)
+        self._settle(range(len(self.games)))
+        obs = self.blank().obs if out is None else out
+        trees.copy_into(obs, self._shown)
+        self._check_row(obs)
+        self._check_masks(obs)
+        return obs
+
     @abstractmethod
     def _rows_of(self, game: int) -> list[int]: ...
 
@@ -232,16 +243,6 @@ class Together(Games):
     def __init__(self, games: Sequence[Any], **common: Any) -> None:
         super().__init__(games, len(games) * len(_agents_of(games[0])), **common)
         self.waiting = np.zeros(self.num_envs, np.bool_)  # for the end of the game; in place
-
-    def reset(self, out: Obs | None = None) -> Obs:
-        for g in range(len(self.games)):
-            self._begin_game(g)
-        self._running = True
-        obs = self.blank().obs if out is None else out
-        trees.copy_into(obs, self._shown)
-        self._check_row(obs)
-        self._check_masks(obs)
-        return obs
 
     def step(self, actions: Array, out: Step | None = None) -> Step:
         sent = self._sent(actions)
@@ -344,17 +345,6 @@ class Seats(Games):
     def __init__(self, games: Sequence[Any], **common: Any) -> None:
         super().__init__(games, len(games), **common)
         self._acted = [False] * self.num_envs  # whether the agent has had a turn in its game
-
-    def reset(self, out: Obs | None = None) -> Obs:
-        self._running = True
-        for g in range(self.num_envs):
-            self._begin_game(g)
-        self._settle(range(self.num_envs))
-        obs = self.blank().obs if out is None else out
-        trees.copy_into(obs, self._shown)
-        self._check_row(obs)
-        self._check_masks(obs)
-        return obs
 
     def step(self, actions: Array, out: Step | None = None) -> Step:
         sent = self._sent(actions)
