@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup run test suite test-slow test-launches format lint type docs site dist check clean
+.PHONY: help setup run test suite test-slow test-launches chaos soak format lint type docs results site dist check clean
 help:          ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -27,11 +27,23 @@ test: $(READY) lint   ## what CI runs
 suite: $(READY)
 	$(BIN)/python -m pytest -q -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder
 
+# Two at a time, then those that measure time or whose workers wait for nobody, one by one. The second
+# part runs whatever the first one found.
+SLOW := $(BIN)/python -m pytest -q --durations=0 --durations-min=5 --timeout 900
 test-slow: $(READY)   ## the long learning runs and checks
-	$(BIN)/python -m pytest -q -m slow --durations=0 --durations-min=5
+	@code=0; \
+	$(SLOW) -m "slow and not alone" -n 2 --dist worksteal || code=$$?; \
+	$(SLOW) -m "slow and alone" || code=$$?; \
+	exit $$code
 
 test-launches: $(READY)   ## 2,000 launches each on local, mpi and torch, on a busy machine: hours
 	MANYHANDS_LAUNCHES=2000 $(BIN)/python -m pytest -q -s -m slow tests/faults/test_many_launches.py
+
+chaos: $(READY)   ## 1,000 faults into running trainings of every strategy; writes docs/results/chaos.md
+	$(BIN)/python benchmarks/chaos.py --faults 1000 --seed 1 --minutes 40 --keep
+
+soak: $(READY)   ## half an hour without a fault: memory, open files and speed stay as they are
+	$(BIN)/python benchmarks/chaos.py --faults 0 --minutes 30 --keep
 
 format: $(READY)   ## write the house format
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
@@ -44,6 +56,9 @@ type: $(READY)   ## mypy, strict
 
 docs: $(READY)   ## rebuild the generated reference pages
 	$(BIN)/python docs/generate/reference.py docs/reference
+
+results: $(READY)   ## rebuild docs/results from what benchmarks have stored
+	$(BIN)/python docs/generate/results.py docs/results
 
 site: $(READY)   ## build the website into site/; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

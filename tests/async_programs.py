@@ -11,6 +11,7 @@ import gymnasium
 import numpy as np
 
 from manyhands import Parallel, roles
+from manyhands.engines.attach import detect
 from manyhands.engines.shared import DONE
 from manyhands.errors import ManyhandsError
 
@@ -175,7 +176,7 @@ def in_roles() -> Any:
 
 def impala(**options: Any) -> Any:
     from manyhands.algorithms.impala import IMPALA
-    from manyhands.algorithms.options import IMPALAConfig
+    from manyhands.algorithms.registry import IMPALAConfig
     from manyhands.envs import make_vec
     from manyhands.networks.build import build_actor_critic, build_recurrent
 
@@ -273,13 +274,15 @@ class Wait(gymnasium.Wrapper):  # type: ignore[type-arg]
 
 
 class Deadly(gymnasium.Wrapper):  # type: ignore[type-arg]
-    """The last actor is killed in its first life, after some steps."""
+    """The last actor is killed in its first life, after some steps, which take their time: what
+    the others do until it is back is no work for the processor."""
 
-    def __init__(self, env: Any, steps: int) -> None:
+    def __init__(self, env: Any, steps: int, seconds: float) -> None:
         super().__init__(env)
-        self._left = steps
+        self._left, self._seconds = steps, seconds
 
     def step(self, action: Any) -> Any:
+        time.sleep(self._seconds)
         self._left -= 1
         if self._left == 0 and _is_last() and os.environ.get("MANYHANDS_RESTARTS", "0") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -287,8 +290,8 @@ class Deadly(gymnasium.Wrapper):  # type: ignore[type-arg]
 
 
 def _is_last() -> bool:
-    rank, size = (int(os.environ.get(f"MANYHANDS_{x}", "0")) for x in ("RANK", "SIZE"))
-    return size > 0 and rank == size - 1
+    place = detect(os.environ)
+    return place.size > 1 and place.rank == place.size - 1
 
 
 def slow_cartpole(times: float = 100.0) -> Any:
@@ -299,8 +302,8 @@ def waiting_cartpole(seconds: float, times: float = 1.0) -> Any:
     return Wait(gymnasium.make("CartPole-v1"), seconds, times)
 
 
-def deadly_cartpole(steps: int = 300) -> Any:
-    return Deadly(gymnasium.make("CartPole-v1"), steps)
+def deadly_cartpole(steps: int = 300, seconds: float = 0.0) -> Any:
+    return Deadly(gymnasium.make("CartPole-v1"), steps, seconds)
 
 
 def role_names(text: str) -> list[str]:
@@ -310,3 +313,74 @@ def role_names(text: str) -> list[str]:
 
 def exact(values: Any) -> Any:
     return np.asarray(values, np.float64)
+
+
+# -- environments that fail ------------------------------------------------------------------------
+
+
+class Faulty(gymnasium.Wrapper):  # type: ignore[misc]
+    """CartPole that fails in its `at`-th step, in its worker's first life: `how` says what happens
+    on which rank, such as {"1": "raise", "2": "segfault"}; with `always`, in every life."""
+
+    def __init__(self, how: dict[str, str], at: int, seconds: float, always: bool) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+        life = os.environ.get("MANYHANDS_RESTARTS", "0")
+        mine = how.get(os.environ.get("MANYHANDS_RANK", "0"), "")
+        self._how = mine if always or life == "0" else ""
+        self._left, self._seconds = at, seconds
+
+    def step(self, action: Any) -> Any:
+        time.sleep(self._seconds)
+        self._left -= 1
+        if self._how and self._left == 0:
+            fail(self._how)
+        return super().step(action)
+
+
+def fail(how: str) -> None:
+    import ctypes
+    import sys
+
+    match how:
+        case "raise":
+            raise RuntimeError("failed on purpose")
+        case "leave":
+            sys.exit(0)
+        case "leave at once":
+            os._exit(0)
+        case "segfault":
+            ctypes.string_at(0)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep":
+            time.sleep(1e6)
+        case "hold the lock":
+            ctypes.PyDLL(None).sleep(1_000_000)
+
+
+def faulty_cartpole(
+    how: dict[str, str], at: int = 200, seconds: float = 0.0005, always: bool = False
+) -> Any:
+    return Faulty(how, at, seconds, always)
+
+
+class Crashing(gymnasium.Wrapper):  # type: ignore[misc]
+    """Raises once in so many steps on average, and now and then takes its time."""
+
+    def __init__(self, once_in: int, stall: float) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self._once_in, self._stall = once_in, stall
+        self._chance = np.random.default_rng([os.getpid(), time.time_ns()])
+
+    def step(self, action: Any) -> Any:
+        if self._chance.random() < 1 / self._once_in:
+            raise RuntimeError("crashed, as it does once in a while")
+        if self._chance.random() < 1 / (5 * self._once_in):
+            time.sleep(self._stall)
+        return super().step(action)
+
+
+def crashing_cartpole(once_in: int = 2000, stall: float = 2.0) -> Any:
+    return Crashing(once_in, stall)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -48,6 +51,18 @@ def pytest_unconfigure() -> None:
 LONGEST = ("test_docs.py", "test_joined.py", "test_launch_faults.py", "test_async_faults.py")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Without the garbage collector: what is imported for tests stays, and so it is neither looked
+    through while it grows nor later; two seconds of processor time in each process."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
@@ -64,9 +79,8 @@ def engine_params(*engines: str, slow: str = "") -> list[object]:
 
 ALL_ENGINES = engine_params("inline", "local", "mpi", "ray", "torch")
 PROCESS_ENGINES = engine_params("local", "mpi", "ray", "torch")
-PART_ENGINES = engine_params("inline", "local", "ray")
 # Ray takes seconds to start: for what differs little from a test that runs on it anyway.
-PART_ENGINES_RAY_LATER = engine_params("inline", "local", "ray", slow="ray")
+SOME_ENGINES_RAY_LATER = engine_params("inline", "local", "ray", slow="ray")
 
 
 # Every process that a test starts inherits this mark, however far it runs away.
@@ -90,10 +104,20 @@ def set_in(pid: int, variable: str) -> str | None:
     return rest.partition(b"\0")[0].decode() if found else None
 
 
+def rank_of(pid: int) -> int | None:
+    """Which worker a process is, by its name in `ps`; None where it is none."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return None
+    mark, _, rank = name.partition("-")
+    return int(rank) if mark == "manyhands" and rank.isdigit() else None
+
+
 def worker_process(rank: int) -> int:
     """The process of that worker, among those that tests have started."""
     for pid in ours():
-        if set_in(pid, "MANYHANDS_RANK") == str(rank):
+        if rank_of(pid) == rank:
             return pid
     raise AssertionError(f"no process of worker {rank}")
 
@@ -124,28 +148,66 @@ def left_behind(names: set[str]) -> set[str]:
     return names & shared_memory()
 
 
+def descriptors() -> Counter[str]:
+    """What this process has open, by what it is: numbers of sockets and pipes are their own."""
+    found: Counter[str] = Counter()
+    for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError):  # the folder itself, closed by now
+            found[os.readlink(f"/proc/self/fd/{fd}")] += 1
+    return found
+
+
+# What a process opens once and keeps, whoever was the first to need it
+KEPT_OPEN = ("/dev/", "/proc/", "anon_inode:", "/sys/", str(Path.home() / ".cache"))
+
+
+def still_open(before: Counter[str]) -> list[str]:
+    """Files, sockets and pipes that were not open before, but for those of libraries: a driver of
+    Ray leaves its own to the end of its process."""
+    ray = ("socket:", f"{tempfile.gettempdir()}/mh-ray") if "ray" in sys.modules else ()
+    return [name for name in descriptors() - before if not name.startswith((*KEPT_OPEN, *ray))]
+
+
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """After the test: no process, no shared-memory file and no port that was not there before."""
-    ports, memory = listening({os.getpid()}), shared_memory()
+    """After the test: no process, no shared-memory file, no port and no open file, socket or pipe
+    that was not there before."""
+    ports, memory, files_before = listening({os.getpid()}), shared_memory(), descriptors()
     yield
     deadline = time.monotonic() + 20.0  # long, for busy machines: it ends when all is well
     while True:
         # Looked at once: what another run makes after that is not ours, and it may be caught
         # between making a file and mapping it.
         left, files = ours(), left_behind(shared_memory() - memory)
-        if not (left or files) or time.monotonic() > deadline:
+        if opened := still_open(files_before):
+            gc.collect()  # a Popen whose pipes nobody has closed; what still refers to it stays
+            opened = still_open(files_before)
+        if not (left or files or opened) or time.monotonic() > deadline:
             break
         time.sleep(0.05)
     assert not left, f"processes left: {[_command(pid) for pid in left]}"
     assert not listening({os.getpid()}) - ports
     assert not files
+    assert not opened, f"still open: {opened}"
 
 
 def _command(pid: int) -> str:
     with contextlib.suppress(psutil.Error):
         return f"{pid} {' '.join(psutil.Process(pid).cmdline())}"
     return str(pid)
+
+
+@pytest.fixture(scope="session")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Three hosts (hosts.py): made once a process, and always removed."""
+    from hosts import Cluster, NotPermitted
+
+    try:
+        cluster = Cluster(tmp_path_factory.mktemp("hosts")).__enter__()
+    except NotPermitted as reason:
+        pytest.skip(str(reason))
+    with cluster:
+        yield cluster
 
 
 def skipped_in_one_line(reasons: list[str]) -> str:

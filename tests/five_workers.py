@@ -5,14 +5,16 @@ Every file of tests that needs such workers looks at what one launch has left.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import agent_programs
-import programs
+from answers import OVER_THE_NETWORK
 from once import once, shared_folder
+from suite import suite
 
 from manyhands import launch
 from manyhands.config import build, to_plain
@@ -80,11 +82,15 @@ RUNS: dict[str, Case] = ASYNC | LAGGING | APEX
 RUNS |= {name: (case[0], with_own_network(*case)) for name, case in APART.items()}
 
 # What differs little from what runs there anyway is for the slow tests.
-SLOW = {
+SLOW: dict[str, list[str]] = {
     "local": [name for name, case in APART.items() if case[2] == "Features"],
     "ray": ["impala, two learners", "dqn, two learners", *APART],
+    "mpi": [],
+    "torch": [],
 }
+ONE_OF_EACH = ["a3c, two levels", "impala, two learners", "dqn, two learners"]
 NEVER = {"local": ["dqn"], "ray": ["a target", "ddpg", *LAGGING]}
+NEVER |= {e: [name for name in RUNS if name not in ONE_OF_EACH] for e in ("mpi", "torch")}
 
 
 def names(engine: str, slow: bool) -> list[str]:
@@ -164,7 +170,8 @@ def five_workers(engine: str, slow: bool) -> list[dict[str, Any]]:
     if engine == "local" and not slow:
         plan += [case.program(WORKERS - 1) for case in APPLIED + OLD if not case.slow]
         plan.append(["learners", "agent_programs:in_roles", agent_programs.SEVERAL_LEARNERS])
-    return launch(programs.suite, plan, roles=ROLES, engine=engine, timeout=60)
+    with mock.patch.dict(os.environ, OVER_THE_NETWORK if engine == "torch" else {}):
+        return launch(suite, plan, roles=ROLES, engine=engine, timeout=60)
 
 
 def train_all(cases: list[dict[str, Any]]) -> None:

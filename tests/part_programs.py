@@ -166,22 +166,3 @@ def service_deadline() -> str:
             said += " | " + str(error)
     worker.group.barrier()
     return said
-
-
-def not_there() -> list[str]:
-    """What mpi and torch say to the parts they do not have."""
-    from manyhands.errors import SupportError
-
-    worker = attach()
-    said = []
-    for ask in (
-        lambda: worker.channel("x"),
-        lambda: worker.weights("x"),
-        lambda: worker.serve("x", object()),
-        lambda: worker.service("x"),
-    ):
-        try:
-            ask()
-        except SupportError as error:
-            said.append(str(error))
-    return said

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import time
+import warnings
 from typing import Any
 
 import numpy as np
 
 from manyhands.errors import CollectiveError
 from manyhands.parallel import Parallel
-
-
-def suite(plan: list[list[Any]]) -> dict[str, Any]:
-    """Several programs one after the other in the same workers: one start for many tests.
-
-    Args:
-        plan: (name, module:function, arguments) of each.
-    """
-    found = {}
-    for name, what, *args in plan:
-        module, _, function = what.partition(":")
-        found[name] = getattr(importlib.import_module(module), function)(*args)
-    return found
-
 
 # -- collectives -----------------------------------------------------------------------------------
 
@@ -365,6 +351,31 @@ def env_seeds() -> list[float]:
     obs, _ = envs.reset(seed=1)
     envs.close()
     return [float(x) for x in obs[:, 0]]
+
+
+SEEDED = {"before": 0, "par.seed": 0, "after": 1}  # how, and the warnings that it gets
+
+
+def seeds_alike() -> list[list[str]]:
+    """Seed torch at the wrong or the right place; the warnings of each way."""
+    import torch
+
+    found = []
+    for how in SEEDED:
+        if how == "before":
+            torch.manual_seed(0)
+        par = Parallel()
+        if how == "after":
+            torch.manual_seed(0)
+        if how == "par.seed":
+            par.seed(0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            par.sync(torch.nn.Linear(1, 1))
+            par.sync(torch.nn.Linear(1, 1))
+        said = [str(warning.message) for warning in caught]
+        found.append([text for text in said if "same random numbers" in text])
+    return found
 
 
 # -- equivalence -----------------------------------------------------------------------------------

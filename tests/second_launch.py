@@ -13,10 +13,10 @@ from typing import Any
 from unittest import mock
 
 import agent_programs
-import programs
 import resume_programs
 from once import once, shared_folder
 from resume_programs import ENVS, left_in
+from suite import suite
 from training_programs import WAYS, as_in_a_worker
 
 from manyhands import launch
@@ -45,12 +45,14 @@ def second_launch(engine: str) -> list[dict[str, Any]]:
         cases = CELLS + (MORE if engine == "inline" else [])
         plan.append(["resumed", "resume_programs:stop_and_resume", resumed(engine, cases, folder)])
     plan.append(["gamblers", "resume_programs:stop_and_resume", gamblers(engine, folder)])
+    if engine == "local":  # last: the main worker leaves, the other one sees it
+        plan.append(["one that left", "async_programs:served_by_one_that_left"])
     return launched(plan, engine)
 
 
 def launched(plan: list[list[Any]], engine: str) -> list[dict[str, Any]]:
     with as_in_a_worker(), mock.patch.object(stopping, "asked", resume_programs.stop_word):
-        return launch(programs.suite, plan, workers=2, engine=engine, timeout=60)
+        return launch(suite, plan, workers=2, engine=engine, timeout=60)
 
 
 def answers_of(engine: str, name: str) -> list[Any]:
@@ -84,7 +86,12 @@ MORE: list[Case] = [
         (
             "pendulum episodes",
             "Pendulum-v1",
-            {"collect": "episodes", "batch_steps": 300, "steps": 12000},
+            {
+                "collect": "episodes",
+                "batch_steps": 300,
+                "steps": 3000,
+                "env_kwargs": {"max_episode_steps": 50},
+            },
         ),
         # PPO's adaptive weight is state, too
         ("penalty", "CartPole-v1", {"kl_penalty": True, "target_kl": 0.01}),

@@ -15,10 +15,11 @@ from unittest import mock
 
 import gymnasium
 import numpy as np
-import programs
 from once import once, shared_folder
+from suite import suite
 
 from manyhands import launch, support
+from manyhands.algorithms.registry import SPECS
 from manyhands.config import build, to_plain
 from manyhands.engines.attach import attach
 
@@ -27,14 +28,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "a2c": {},
     "ppo": {"minibatch": 32, "epochs": 4},
     "trpo": {"value_minibatch": 32, "value_epochs": 4},
-    "dqn": {"learning_starts": 32, "batch_size": 16},
-    "ddpg": {
-        "env": "manyhands/Identity-v0",
-        "env_kwargs": {"kind": "box"},
-        "learning_starts": 32,
-        "batch_size": 16,
-    },
 }
+for _name, _spec in SPECS.items():
+    if _spec.learns_from == "replay":
+        SMALL[_name] = {"learning_starts": 32, "batch_size": 16, "hidden": (64, 64)}
+    if _spec.actions == "bounded":
+        SMALL[_name] |= {"env": "manyhands/Identity-v0", "env_kwargs": {"kind": "box"}}
 WAYS = (20, 32)  # steps and rows
 NORMALISED = {"normalize_observations": True, "normalize_rewards": True}
 MASKED = {
@@ -141,7 +140,7 @@ def one_launch(engine: str, workers: int, launched: int) -> dict[str, Any]:
         ]
         plan.append(["devices", "device_programs:devices_of", on_gpus])
     with as_in_a_worker():
-        answers = launch(programs.suite, plan, workers=workers, engine=engine, timeout=60)
+        answers = launch(suite, plan, workers=workers, engine=engine, timeout=60)
     return {"folders": [case["run"]["run_dir"] for case in cases], "told": answers}
 
 
@@ -266,7 +265,6 @@ def learn_from_parts(name: str, parts: list[int], updates: int) -> Any:
 def learner(name: str) -> Any:
     from gymnasium.spaces import Box, Discrete
 
-    from manyhands.algorithms.registry import SPECS
     from manyhands.networks.build import build_actor_critic
 
     model = build_actor_critic(Box(-1, 1, (4,)), Discrete(3), hidden=(16, 16), seed=3)

@@ -66,9 +66,24 @@ EVENTS: dict[str, tuple[tuple[str, ...], str]] = {
         "one could not be written; training goes on",
     ),
     "policy_not_written": (("error",), "the disk refused `policy.safetensors`"),
+    "worker_fault": (
+        (
+            "kind",
+            "worker",
+            "who",
+            "what",
+            "signal",
+            "exit_code",
+            "traceback",
+            "action",
+            "restarts",
+        ),
+        "the launcher has noticed that a worker failed; `kind` is `raised`, `killed`, `exited`, "
+        "`silent` or `stuck`, `action` what was done: `restart`, `continue` or `stop`",
+    ),
     "restart": (
         ("worker", "life"),
-        "a worker that was killed has been restarted; `life` counts how often",
+        "a worker that failed is back, and was heard; `life` counts how often",
     ),
     "shard_lost": (
         ("worker", "rows", "what"),

@@ -8,20 +8,18 @@ are provoked and caught. In the other pages, marked parts are filled in (`refere
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import socket
 import subprocess
 import sys
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from path_picture import picture
 from reference_api import api_page, doc
-from reference_parts import filled, in_table, pages_with_parts
+from reference_parts import filled, in_table, options_table, pages_with_parts
 
 from manyhands import config, errors, support
 from manyhands.algorithms.registry import SPECS
@@ -31,6 +29,7 @@ from manyhands.parallel import Parallel
 
 _HEAD = "<!-- written by `make docs`; edit the code instead -->\n\n"
 _COLUMNS = 100
+LIST = "../start/train.md#which-algorithm-which-strategy"  # the one place that names them all
 
 
 def main(argv: list[str]) -> int:
@@ -68,7 +67,10 @@ def pages() -> dict[str, str]:
 
 
 def cli_page() -> str:
-    parts = ["# Command line\n\nWhat each command says of itself.\n"]
+    parts = [
+        "# Command line\n\nWhat each command says of itself. The names of algorithms are left out: "
+        f"[here they are]({LIST}).\n"
+    ]
     for command in ["", *COMMANDS]:
         title = f"manyhands {command}".strip()
         parts.append(f"## {title}\n\n```text\n{_help(command)}\n```\n")
@@ -99,6 +101,9 @@ def _help(command: str) -> str:
 def _same_everywhere(text: str) -> str:
     """Help as every machine and every Python would print it."""
     text = re.sub(r"\b\d+ here\b", "N here", text)  # the number of cores
+    rows = "\n".join(f"  {spec.name:<10} {spec.about}" for spec in SPECS.values())
+    text = text.replace(rows, "  ...")
+    text = re.sub(r" \(default of [^)]+\)", "", text)
     # Python 3.13 writes `-n, --workers N` for what was `-n N, --workers N`.
     return re.sub(
         r"(?m)^  (-\w) (\S+), (--[\w-]+) \2( *)",
@@ -117,58 +122,30 @@ def config_page() -> str:
         "Every option of `manyhands train`, of `manyhands.train` and of `config.toml`. On the "
         "command line",
         "`num_envs` is `--num-envs`; a switch such as `quiet` is `--quiet` or `--no-quiet`. In "
-        "TOML all tables",
-        "before those of the algorithms are `[run]`, and each algorithm has a table of its own "
-        "name. Every number",
-        "is for all workers together, unless its meaning says of whom.",
+        "TOML these",
+        "tables are `[run]`, and each algorithm has a table of its own name; its options are on "
+        f"[its page]({LIST}).",
+        "Every number is for all workers together, unless its meaning says of whom.",
         "",
     ]
     for title, names in config.GROUPS.items():
-        lines += [f"## {title.capitalize()}", "", *_options(config.RunConfig, names), ""]
-    lines.append("`workers` is 1 in Python and in TOML; on the command line one for each core.\n")
-    for algorithm in support.built():
-        cls = SPECS[algorithm].options
         lines += [
-            f"## {algorithm}",
+            f"## {title.capitalize()}",
             "",
-            f"See [{algorithm}](../algorithms/{algorithm}.md). Steps of each environment between "
-            f"updates, unless\n`rollout_length` says otherwise: {cls.ROLLOUT_LENGTH}.",
-            "",
-            *_options(cls, config.names_of(cls)),
+            *options_table(config.RunConfig, names, _said()),
             "",
         ]
+    lines.append("`workers` is 1 in Python and in TOML; on the command line one for each core.\n")
     return "\n".join(lines)
 
 
-def _options(cls: type[Any], names: Sequence[str]) -> list[str]:
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    hints, texts = config.hints_of(cls), config.help_of(cls)
-    rows = [[f"`{n}`", _kind(hints[n]), _default(fields[n]), texts.get(n, "")] for n in names]
-    return in_table(["option", "type", "default", "meaning"], rows)
-
-
-def _kind(hint: Any) -> str:
-    """A type in words: `float | str` is a number or a schedule."""
-    members = typing.get_args(hint)
-    if typing.get_origin(hint) is typing.Literal:
-        return ", ".join(map(str, members))
-    if typing.get_origin(hint) is tuple:
-        return f"{members[0].__name__}s"
-    if typing.get_origin(hint) is dict:
-        return "table"
-    if members:
-        return " or ".join("none" if m is type(None) else m.__name__ for m in members)
-    return str(hint.__name__)
-
-
-def _default(f: dataclasses.Field[Any]) -> str:
-    if f.default is dataclasses.MISSING:
-        return "needed" if f.default_factory is dataclasses.MISSING else "empty"
-    if isinstance(f.default, tuple):
-        return " ".join(map(str, f.default))
-    if isinstance(f.default, bool):
-        return "yes" if f.default else "no"
-    return "none" if f.default is None else str(f.default) or "empty"
+def _said() -> dict[str, str]:
+    """In the place of what the help says of each algorithm by its name."""
+    return {
+        "lengths": "its page says how many",
+        "defaults": f"the default of the algorithm, in [the list]({LIST})",
+        "scaled": "all that do not learn from a replay",
+    }
 
 
 # -- support ---------------------------------------------------------------------------------------
@@ -176,10 +153,14 @@ def _default(f: dataclasses.Field[Any]) -> str:
 
 def support_page() -> str:
     lines = ["# What runs where", ""]
-    lines += ["`manyhands support` prints these tables but the third (`--json` for programs).", ""]
+    lines += [
+        "`manyhands support` prints this, and which algorithm runs with which strategy (`--json` "
+        "for programs).",
+        f"The same is said for each algorithm [in the list]({LIST}) and on its page.",
+        "",
+    ]
     lines += ["## Parts of an engine", "", *_grid(support.PARTS, support.ENGINES)]
-    lines += ["## Algorithm and strategy", "", *_grid(support.ALGORITHMS, support.STRATEGIES)]
-    lines += ["## Algorithm, strategy and engine", "", *_grid(_together(), support.ENGINES)]
+    lines += ["## Strategy and engine", "", *_grid(_together(), support.ENGINES)]
     lines += ["## How a script was started", ""]
     rows = [[f"`{how}`", engine, seen] for how, (engine, seen) in support.LAUNCHERS.items()]
     lines += in_table(["started by", "engine", "known by"], rows)
@@ -187,13 +168,10 @@ def support_page() -> str:
 
 
 def _together() -> dict[str, dict[str, str]]:
-    """algorithm with strategy -> engine -> OK or the reason, for all that is built."""
+    """strategy -> engine -> OK or the reason."""
     return {
-        f"[{a}](../algorithms/{a}.md) with [{s}](../strategies/{s}.md)": {
-            e: support.why_not(a, s, e) or support.OK for e in support.ENGINES
-        }
-        for a in support.built()
-        for s in support.strategies_of(a)
+        f"[{s}](../strategies/{s}.md)": {e: support.on_engine(s, e) for e in support.ENGINES}
+        for s in support.STRATEGIES
     }
 
 

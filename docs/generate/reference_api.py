@@ -16,6 +16,7 @@ from manyhands.engines.group import Group
 from manyhands.parallel import Parallel
 from manyhands.policy import Policy
 from manyhands.run import Result
+from manyhands.sweeps import Swept
 
 PARALLEL_PARTS = {
     "Place": ("device", "seed", "make_vec", "share"),
@@ -89,6 +90,9 @@ def _training() -> list[str]:
         "## Training\n",
         _entry(manyhands.train),
         _entry(manyhands.resume),
+        _entry(manyhands.sweep),
+        f"`Swept`: {doc(Swept)} It has `dir`, `results` (all of results.json), `table` (text), "
+        "`best` (the options of the setting that came first) and `failed` (the runs that did).\n",
         _entry(manyhands.load),
         f"`Result`: {doc(Result)} It has `run_dir`, `summary` (all of summary.json), `solved` and "
         "`mean_return`; a notebook shows it with its learning curve.\n",

@@ -10,16 +10,19 @@ not typed.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
+import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from file_contents import EVENTS, SUMMARY
 
 from manyhands import support
 from manyhands.algorithms.registry import SPECS
-from manyhands.config import default_strategy, in_words
+from manyhands.config import USUAL, default_strategy, help_of, hints_of, in_words, names_of, usual
 from manyhands.experiment.bottleneck import PHASES
 
 _PART = re.compile(r"<!-- from the code: ([\w ]+) -->(.*?)<!-- end -->", re.DOTALL)
@@ -63,8 +66,53 @@ def in_table(head: list[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
-def _algorithms(place: Place) -> str:
-    return in_words([place.link("algorithms", name) for name in support.built()])
+def options_table(cls: type[Any], names: Sequence[str], said: dict[str, str]) -> list[str]:
+    """`said`: what stands for parts of the help that name algorithms."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints, texts = hints_of(cls), help_of(cls, said)
+    rows = [[f"`{n}`", _kind(hints[n]), _default(fields[n]), texts.get(n, "")] for n in names]
+    return in_table(["option", "type", "default", "meaning"], rows)
+
+
+def _kind(hint: Any) -> str:
+    """A type in words: `float | str` is a number or a schedule."""
+    members = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(map(str, members))
+    if typing.get_origin(hint) is tuple:
+        return f"{members[0].__name__}s"
+    if typing.get_origin(hint) is dict:
+        return "table"
+    if members:
+        return " or ".join("none" if m is type(None) else _kind(m) for m in members)
+    return str(hint.__name__)
+
+
+def _default(f: dataclasses.Field[Any]) -> str:
+    if f.default is dataclasses.MISSING:
+        return "needed" if f.default_factory is dataclasses.MISSING else "empty"
+    if isinstance(f.default, tuple):
+        return " ".join(map(str, f.default))
+    if isinstance(f.default, bool):
+        return "yes" if f.default else "no"
+    return "none" if f.default is None else str(f.default) or "empty"
+
+
+def _options(place: Place) -> str:
+    """On an algorithm's page: all that is set by its own options."""
+    cls = SPECS[place.topic].options
+    length = (
+        "Steps of each environment between updates, unless `rollout_length` says otherwise: "
+        f"{cls.ROLLOUT_LENGTH}."
+    )
+    own = {name: usual(cls, name) for name in ("hidden", "activation")}
+    if own != {name: USUAL[name] for name in own}:
+        widths = " ".join(map(str, own["hidden"]))
+        length += (
+            " Hidden layers, unless `hidden` and `activation` say otherwise: "
+            f"{widths}, {own['activation']}."
+        )
+    return "\n".join([length, "", *options_table(cls, names_of(cls), {})])
 
 
 def _strategies(place: Place) -> str:
@@ -137,7 +185,7 @@ def _events(place: Place) -> str:
 
 
 PARTS: dict[str, Callable[[Place], str]] = {
-    "algorithms": _algorithms,
+    "options": _options,
     "strategies": _strategies,
     "engines": _engines,
     "engines with blocks": _engines_with_blocks,

@@ -13,6 +13,8 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
+from manyhands.algorithms.registry import SPECS
+
 ROOT = Path(__file__).parents[2]
 TOP = {
     "README.md": "overview.md",
@@ -22,6 +24,14 @@ TOP = {
 LANGUAGES = {".py": "python", ".toml": "toml", ".ipynb": "json"}
 _FENCED = re.compile(r"(?ms)^(```.*?^```$)")
 _LINK = re.compile(r"(\]\()([^)\s#]+)(?=#|\))")
+
+
+def on_config(config: Any) -> Any:
+    """The pages of the algorithms, in the order of their rows."""
+    for part in config.nav:
+        if "Algorithms" in part:
+            part["Algorithms"] = [f"algorithms/{name}.md" for name in SPECS]
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from manyhands.replay.buffer import PrioritizedReplay, Replay
     from manyhands.replay.sharded import ShardedReplay
     from manyhands.run import resume, train
+    from manyhands.sweeps import sweep
     from manyhands.viewing.curves import plot
     from manyhands.viewing.evaluation import evaluate
     from manyhands.viewing.report import report
@@ -53,6 +54,7 @@ _WHERE = {
     "launch": "manyhands.engines.launch",
     "train": "manyhands.run",
     "resume": "manyhands.run",
+    "sweep": "manyhands.sweeps",
     "load": "manyhands.policy",
     "evaluate": "manyhands.viewing.evaluation",
     "plot": "manyhands.viewing.curves",
@@ -87,13 +89,17 @@ __all__ = [
     "plot",
     "report",
     "resume",
+    "sweep",
     "train",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        return getattr(importlib.import_module(_WHERE[name]), name)
+        from manyhands.devices import no_garbage_collection
+
+        with no_garbage_collection():  # some of them import torch
+            return getattr(importlib.import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
 
 

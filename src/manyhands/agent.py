@@ -56,7 +56,7 @@ from manyhands.policy import Policy, save_policy
 from manyhands.strategies import registry as strategies
 from manyhands.strategies.context import Context, Part
 from manyhands.strategies.progress import RunProgress
-from manyhands.strategies.spec import OK
+from manyhands.strategies.registry import OK
 from manyhands.streams import EnvNoise
 from manyhands.types import Obs
 

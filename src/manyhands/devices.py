@@ -1,4 +1,4 @@
-"""What a worker computes with: its GPU, and its threads on the CPU.
+"""What a worker computes with: its GPU, graphs of kernels there, and its threads on the CPU.
 
 A worker's GPU is number *local rank modulo number of GPUs* of its machine. Learners come before
 actors in the order of ranks, so the local rank of a learner is its number among those that learn on
@@ -11,12 +11,18 @@ inline engine from Python, is limited while a run lasts.
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import math
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
+
+from manyhands.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -99,8 +105,133 @@ def _together(who: list[str]) -> str:
     return f"shared by {role}s {', '.join(numbers[:-1])} and {numbers[-1]}"
 
 
-# -- threads ---------------------------------------------------------------------------------------
+# -- CUDA graphs, and memory -----------------------------------------------------------------------
 
+
+class Captured:
+    """Calls `function`, which takes nothing, reads nothing back and works on tensors that stay
+    where they are. On a GPU, from its third call on, as one CUDA graph: hundreds of small kernels
+    then cost one call. Where it cannot be captured it is called as before, and `say` hears why.
+
+    Args:
+        function: what to call.
+        device: of its tensors.
+        generators: that it draws from, other than torch's own.
+        name: what it is, in words.
+        say: called with the reason, once, when there is no graph.
+        capture: makes a graph of a function; what is returned replays it.
+    """
+
+    PLAIN = 2  # calls before the capture: kernels are chosen and memory is found in the first ones
+
+    def __init__(
+        self,
+        function: Callable[[], None],
+        device: torch.device,
+        generators: Sequence[torch.Generator],
+        name: str,
+        say: Callable[[str], None],
+        capture: Callable[..., Callable[[], None]] | None = None,
+    ) -> None:
+        self._function, self._device, self._name, self._say = function, device, name, say
+        self._generators, self._capture = tuple(generators), capture or _cuda_graph
+        self._left = self.PLAIN if device.type == "cuda" or capture else -1  # -1: never
+        self._replay: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        if self._replay is not None:
+            self._replay()
+            return
+        if self._left == 0:
+            self._left = -1
+            try:
+                self._replay = self._capture(self._function, self._generators)
+            except RuntimeError as error:  # nothing has run: in a capture kernels are only noted
+                reason = str(error).strip().partition("\n")[0]
+                self._say(f"the {self._name} is no CUDA graph, and slower for it: {reason}")
+            else:
+                self._replay()
+                return
+        self._left -= self._left > 0
+        if self._left >= 0 and self._device.type == "cuda":
+            _beside(self._function)
+        else:
+            self._function()
+
+
+def _beside(function: Callable[[], None]) -> None:
+    """In a stream of its own, as the calls before a capture have to be."""
+    import torch
+
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def _cuda_graph(
+    function: Callable[[], None], generators: Sequence[torch.Generator]
+) -> Callable[[], None]:
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+@contextmanager
+def said_what_fits(device: torch.device, rows: int, options: object) -> Iterator[None]:
+    """An error where a GPU's memory runs out inside: it names the rows at once that would fit, and
+    how these options ask for them."""
+    import torch
+
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        room = free + torch.cuda.memory_reserved(device) - before
+        used = torch.cuda.max_memory_allocated(device) - before
+        fitting = rows_that_fit(rows, room, used + _asked_for(str(error)))
+        raise ConfigError(
+            f"{rows:,} rows at once do not fit into the memory of {device} ({total / 2**30:.1f} "
+            f"GiB, {room / 2**30:.1f} of them free for it); "
+            + (
+                f"type: --minibatch {fitting}"
+                if hasattr(options, "minibatch")
+                else f"choose --num-envs and --rollout-length for {fitting:,} at most"
+            )
+        ) from error
+
+
+def rows_that_fit(rows: int, room: float, needed: float) -> int:
+    """A power of two of rows that find room, where `rows` of them needed more than there is.
+
+    WHY half: what was needed is known up to the point only at which it failed.
+    """
+    fitting = rows * min(1.0, room / max(needed, 1.0)) / 2
+    return int(2 ** max(0, math.floor(math.log2(max(1.0, fitting)))))
+
+
+def _asked_for(text: str) -> float:
+    """Bytes that the allocation which failed was for, as its error says."""
+    found = re.search(r"[Tt]ried to allocate ([\d.]+) (KiB|MiB|GiB)", text)
+    units = {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+    return float(found[1]) * units[found[2]] if found else 0.0
+
+
+# -- threads, and memory of the CPU ----------------------------------------------------------------
+
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of mallopt, in glibc's malloc.h
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -152,3 +283,26 @@ def one_thread_here() -> None:
         from threadpoolctl import threadpool_limits
 
         threadpool_limits(limits=1, user_api="openmp")
+
+
+def keep_memory() -> None:
+    """Whatever the C library's malloc has, it keeps. For processes that make and drop tensors of
+    megabytes: given back and asked for again, every page of them is cleared by the system each
+    time, a third of the time that a gradient of a convolution takes."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+    if mallopt is not None:
+        mallopt(_MMAP_MAX, 0)  # nothing gets a mapping of its own, which is unmapped when freed
+        mallopt(_TRIM_THRESHOLD, 1 << 30)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """While large packages are imported: what they make stays, and looking through it again and
+    again is an eighth of the processor time that `import torch` takes, in every worker."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

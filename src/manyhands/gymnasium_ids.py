@@ -1,6 +1,9 @@
 """The environments of this package under their Gymnasium ids.
 
     manyhands/PendulumSwingUp-v0     `sparse=False` or `True`; see envs/pendulum_swing_up.py
+    manyhands/Go9x9-v0               `opponent="random"` or an engine; see envs/go.py
+    manyhands/CartPole-v1            Gymnasium's own, and with the backend "torch" the same as
+    manyhands/Pendulum-v1            tensors; see envs/tensors.py
 
 Gymnasium has had no plug-ins since 1.0: an id is known once somebody has registered it. Importing
 `manyhands.envs` does, and so does `import manyhands` next to `import gymnasium`, whichever comes
@@ -16,16 +19,31 @@ import sys
 from types import ModuleType
 from typing import Any
 
-IDS = {"manyhands/PendulumSwingUp-v0": "manyhands.envs.pendulum_swing_up:PendulumSwingUp"}
+_CLASSIC = "gymnasium.envs.classic_control"
+IDS: dict[str, dict[str, Any]] = {
+    "manyhands/PendulumSwingUp-v0": {
+        "entry_point": "manyhands.envs.pendulum_swing_up:PendulumSwingUp"
+    },
+    "manyhands/Go9x9-v0": {"entry_point": "manyhands.envs.go:Go9x9"},
+    "manyhands/CartPole-v1": {
+        "entry_point": f"{_CLASSIC}.cartpole:CartPoleEnv",
+        "max_episode_steps": 500,
+        "reward_threshold": 475.0,
+    },
+    "manyhands/Pendulum-v1": {
+        "entry_point": f"{_CLASSIC}.pendulum:PendulumEnv",
+        "max_episode_steps": 200,
+    },
+}
 
 
 def register() -> None:
     """Make the ids known to Gymnasium; doing it again changes nothing."""
     import gymnasium
 
-    for name, entry_point in IDS.items():
+    for name, how in IDS.items():
         if name not in gymnasium.registry:
-            gymnasium.register(name, entry_point=entry_point)
+            gymnasium.register(name, **how)
 
 
 def register_with_gymnasium() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import os
 import signal
@@ -30,6 +29,7 @@ from manyhands.engines import calls, inline, joined, stopping
 from manyhands.engines.attach import attach
 from manyhands.engines.launch import Job
 from manyhands.engines.launch import run as run_job
+from manyhands.engines.recovery import Recovery
 from manyhands.errors import ConfigError, Stopped, WorkerError
 from manyhands.experiment import checkpoint
 from manyhands.experiment.folder import RunFolder, RunLock, default_run_dir
@@ -40,6 +40,9 @@ RESUME_OPTIONS = (
     "tensorboard", "wandb", "quiet", "hooks", "eval_every",
     "eval_episodes",
 )  # fmt: skip
+
+# What every worker of a run imports, whatever it is: the launcher has it imported once for all.
+PRELOAD = ("torch", "manyhands.strategies.progress", "manyhands.viewing.evaluator")
 
 # What only one process may decide: the folder, and the configuration with the checkpoint to resume
 # from, or the summary of a run that has nothing left to do.
@@ -100,7 +103,7 @@ def train(algorithm: str = "", *, recipe: str = "", **options: Any) -> Result:
     Raises ConfigError with all faults of the configuration at once, before anything starts.
     """
     _not_in_a_worker("train")
-    options = _with_names(options)
+    options = with_names(options)
     options = joined.defaults(options.get("engine")) | options
     if bool(algorithm) == bool(recipe):
         raise ConfigError('give an algorithm, train("ppo", ...), or a recipe, train(recipe=NAME)')
@@ -136,10 +139,11 @@ def _named_hooks(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield options | {"hooks": name}
 
 
-def _with_names(options: dict[str, Any]) -> dict[str, Any]:
+def with_names(options: dict[str, Any], *, elsewhere: bool = False) -> dict[str, Any]:
     """Classes and functions as their names: that is how they travel, and stand in config.toml.
 
-    Where the workers are this process, whatever has no name elsewhere is found here by one.
+    Where the workers are this process, whatever has no name elsewhere is found here by one;
+    `elsewhere`: they are not, whatever the engine.
     """
     env = options.get("env")
     if isinstance(env, functools.partial):
@@ -148,7 +152,7 @@ def _with_names(options: dict[str, Any]) -> dict[str, Any]:
         options = options | {"env": env.func}
         options["env_kwargs"] = env.keywords | options.get("env_kwargs", {})
     engine = (joined.defaults(options.get("engine")) | options).get("engine", "local")
-    here = engine == "inline" or joined.place_in(engine) is not None
+    here = not elsewhere and (engine == "inline" or joined.place_in(engine) is not None)
     named = calls.remember if here else calls.name_of
     return {
         option: named(value) if option in ("env", "network") and callable(value) else value
@@ -166,6 +170,11 @@ def resume(run_dir: str | os.PathLike[str], **options: Any) -> Result:
     """
     _not_in_a_worker("resume")
     folder = os.path.abspath(run_dir)
+    if os.path.isfile(os.path.join(folder, "sweep.toml")):
+        raise ConfigError(
+            f"{folder} is the folder of a sweep; to continue it, type: manyhands resume {folder}, "
+            f"or in Python: sweep(dir={str(run_dir)!r})"
+        )
     if not os.path.isfile(os.path.join(folder, "config.toml")):
         raise ConfigError(f"{folder} holds no config.toml: it is not the folder of a run")
     launched = {k: v for k, v in joined.defaults(options.get("engine")).items() if k == "engine"}
@@ -231,26 +240,13 @@ def train_experiment(experiment: Experiment) -> Result:
     return _perform(experiment.run, prepare)
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """While large packages are imported: what they make stays, and looking through it again and
-    again is an eighth of the processor time that `import torch` takes, in every worker."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -> dict[str, Any]:
     """One worker's part in a run, from its place to its last word, whatever its role.
 
     Only those that learn or serve read the checkpoint that `resumed` names. An actor that was
     restarted after a death attends nothing that all workers do together.
     """
-    with _no_garbage_collection():
+    with devices.no_garbage_collection():
         import torch
 
         from manyhands.experiment.hooks import Hooks
@@ -292,6 +288,14 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
         context.phases.add("starting", time.perf_counter() - began)
         experiment.strategy_spec.load()(context, progress)
         return progress.finish()
+    except SystemExit as left:
+        if left.code == stopping.STOPPED:
+            progress.fail(left)
+            raise
+        # Not ours, which come by a signal: it must not look like a worker that has finished.
+        error = WorkerError(f"something called sys.exit({left.code!r}), maybe an environment")
+        progress.fail(error)
+        raise error from left
     except BaseException as error:
         progress.fail(error)
         raise
@@ -335,7 +339,7 @@ def _run(plain: dict[str, Any], resumed: dict[str, Any] | None, start: Start) ->
 
 def _start_workers(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dict[str, Any]:
     experiment = from_plain(plain)
-    run, restarts = experiment.run, experiment.strategy_spec.restarts
+    run = experiment.run
     job = Job(
         workers=run.workers,
         engine=run.engine,
@@ -344,15 +348,34 @@ def _start_workers(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dic
         address=run.address,
         results=True,
         roles=run.roles.text if run.workers > 1 else "",
-        restart=tuple(run.roles.ranks(restarts)) if run.engine == "local" else (),
+        recovery=_recovery(experiment),
         graceful=True,
+        preload=PRELOAD,
     )
     summary: dict[str, Any] = run_job(job)[0]
     return summary
 
 
+def _recovery(experiment: Experiment) -> Recovery:
+    """What is done when a worker fails; only workers that act, and that nobody waits for in
+    particular, may."""
+    run, role = experiment.run, experiment.strategy_spec.restarts
+    log = os.path.join(run.run_dir, "events.jsonl")
+    if run.engine not in ("local", "ray") or not (role and run.elastic):
+        return Recovery(log=log)
+    return Recovery(
+        policy=run.recovery,
+        ranks=tuple(run.roles.ranks(role)[-run.actors :]),
+        minimum=run.min_workers,
+        restarts=run.max_restarts,
+        silence=run.timeout,
+        log=log,
+    )
+
+
 def _start_inline(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dict[str, Any]:
-    import torch  # noqa: F401 (from the beginning, so that its generator is given back too)
+    with devices.no_garbage_collection():
+        import torch  # noqa: F401 (from the beginning, so that its generator is given back too)
 
     run = from_plain(plain).run
 
@@ -367,7 +390,8 @@ def _start_inline(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dict
 
 def _join_workers(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dict[str, Any]:
     """This process is one worker of the run; the main worker's summary, on all."""
-    import torch  # noqa: F401 (as above)
+    with devices.no_garbage_collection():
+        import torch  # noqa: F401 (as above)
 
     group = attach().group
     with ExitStack() as stack:

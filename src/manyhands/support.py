@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from manyhands.algorithms.registry import SPECS, AlgorithmSpec, spec_of
 from manyhands.strategies import registry as strategies
-from manyhands.strategies.spec import OK as OK
+from manyhands.strategies.registry import OK as OK
 
 ENGINES = ("inline", "local", "mpi", "ray", "torch")
-
-_NOT_THERE = "not built on this engine; use inline, local or ray"
 
 # part of an engine -> engine -> OK or the reason
 PARTS: dict[str, dict[str, str]] = {
     "Parallel and collectives": dict.fromkeys(ENGINES, OK),
     "subgroups": dict.fromkeys(ENGINES, OK),
-    "Channel": {e: _NOT_THERE if e in ("mpi", "torch") else OK for e in ENGINES},
-    "WeightStore": {e: _NOT_THERE if e in ("mpi", "torch") else OK for e in ENGINES},
-    "Service": {e: _NOT_THERE if e in ("mpi", "torch") else OK for e in ENGINES},
+    "Channel": dict.fromkeys(ENGINES, OK),
+    "WeightStore": dict.fromkeys(ENGINES, OK),
+    "Service": dict.fromkeys(ENGINES, OK),
     "DistributedDataParallel": {
         e: OK if e in ("ray", "torch") else "needs torch.distributed; par.average_gradients works"
         for e in ENGINES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import sys
 import threading
@@ -84,6 +85,14 @@ class Labelled(Relay):
                 text = "".join(self._mark + line for line in held.splitlines(keepends=True))
                 self._outlet.write(text[len(self._mark) :] if self._inside else text)
                 self._inside = not held.endswith("\n")
+
+
+def whole_lines() -> None:
+    """Write line by line: workers share a terminal. Under PYTHONUNBUFFERED, too, where `print`
+    writes text and newline apart, and another worker's line may come between them."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def label_lines(who: str) -> None:

@@ -13,6 +13,7 @@ import json
 import re
 import struct
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from manyhands.errors import ConfigError
 from manyhands.trees import Tree, is_tensor, to_host
 
 _ALIGN = 64
+_PADDING = bytes(_ALIGN)
 _MAX_DEPTH = 64
+_MAX_HEADER = 64 << 20  # bytes; what they describe may take twenty times that in memory
 _MAX_INT_BITS = 8192  # Python refuses to read numbers of more than 4,300 digits
 # WHY a list of our own: numpy's reader takes whole expressions (`f4,,` is a SyntaxError there).
 _DTYPE = re.compile(r"[<>|=]?[biufc]\d{1,2}")
@@ -45,6 +48,14 @@ class Packed:
         for buffer in self._buffers:
             target[at : at + buffer.nbytes] = buffer
             at += _aligned(buffer.nbytes)
+
+    def pieces(self) -> Iterator[Buffer]:
+        """The same bytes as they lie, one after the other, none of them copied."""
+        yield self._head
+        yield _PADDING[: -len(self._head) % _ALIGN]
+        for buffer in self._buffers:
+            yield buffer
+            yield _PADDING[: -buffer.nbytes % _ALIGN]
 
     def to_bytes(self) -> bytearray:
         out = bytearray(self.nbytes)
@@ -110,20 +121,32 @@ def decode(data: Buffer, *, copy: bool = True) -> Tree:
         (length,) = struct.unpack_from("<I", view)
         if 4 + length > view.nbytes:
             raise ValueError("the header is longer than the message")
+        if length > _MAX_HEADER:
+            raise ValueError(f"a header of {length:,} bytes; at most {_MAX_HEADER:,} are read")
         body, sizes = json.loads(bytes(view[4 : 4 + length]))
-        buffers, at = [], _aligned(4 + length)
+        buffers: list[memoryview | None] = []
+        at = _aligned(4 + length)
         for size in sizes:
             if not isinstance(size, int) or size < 0 or at + size > view.nbytes:
                 raise ValueError("a buffer lies outside the message")
             buffers.append(view[at : at + size])
             at += _aligned(size)
         return _decode(body, buffers, copy, 0)
-    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError,
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, MemoryError,
             struct.error) as fault:  # fmt: skip
         raise ConfigError(f"a message could not be read: {fault}") from None
 
 
-def _decode(x: Any, buffers: list[memoryview], copy: bool, depth: int) -> Any:
+def _take(buffers: list[memoryview | None], index: Any) -> memoryview:
+    """A buffer, once: a header that names it a thousand times would have it copied as often."""
+    buffer: memoryview | None = buffers[index]
+    if buffer is None:
+        raise ValueError(f"buffer {index} is used twice")
+    buffers[index] = None
+    return buffer
+
+
+def _decode(x: Any, buffers: list[memoryview | None], copy: bool, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise ValueError("nested too deep")
     if isinstance(x, list):
@@ -133,9 +156,9 @@ def _decode(x: Any, buffers: list[memoryview], copy: bool, depth: int) -> Any:
     if "@tuple" in x:
         return tuple(_decode(v, buffers, copy, depth + 1) for v in x["@tuple"])
     if "@bytes" in x:
-        return bytes(buffers[x["@bytes"]])
+        return bytes(_take(buffers, x["@bytes"]))
     if "@array" in x:
-        return _decode_array(x, buffers[x["@array"]], copy)
+        return _decode_array(x, _take(buffers, x["@array"]), copy)
     return {k: _decode(v, buffers, copy, depth + 1) for k, v in x.items()}
 
 

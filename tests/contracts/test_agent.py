@@ -20,18 +20,23 @@ from torch import nn
 
 import manyhands as mh
 from manyhands import Agent, ConfigError, WorkerError, launch
+from manyhands.algorithms.registry import SPECS
 from manyhands.viewing.evaluation import evaluate
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
+REPLAY_OF_NUMBERS = {"rollout_length": 8, "learning_starts": 64, "batch_size": 16}
 SMALL: dict[str, dict[str, Any]] = {
     "ppo": programs.PPO,
     "a2c": {"rollout_length": 8},
     "trpo": {"rollout_length": 32, "normalize_observations": True},
     "impala": {"rollout_length": 10, "unrolls": 2},
     "dqn": {"rollout_length": 8, "normalize_observations": True, **REPLAY},
-    "ddpg": {"rollout_length": 8, "learning_starts": 64, "batch_size": 16, "box_actions": "scale"},
+    "ddpg": {**REPLAY_OF_NUMBERS, "box_actions": "scale"},
 }
+for _name, _spec in SPECS.items():
+    if _spec.actions == "bounded" and _name not in SMALL:
+        SMALL[_name] = {**REPLAY_OF_NUMBERS, "hidden": (16, 16)}
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("trpo", {"collect": "episodes", "batch_steps": 120}),
     ("impala", {"rollout_length": 10, "collect": "episodes", "unrolls": 3}),
@@ -44,7 +49,7 @@ CASES = [*SMALL.items(), *MORE]
 
 
 def env_of(algorithm: str) -> str:
-    return "Pendulum-v1" if algorithm == "ddpg" else "CartPole-v1"
+    return "Pendulum-v1" if SPECS[algorithm].actions == "bounded" else "CartPole-v1"
 
 
 def trained(
@@ -253,11 +258,13 @@ def test_a_learner_ends_when_those_that_act_have_left(algorithm: str) -> None:
     assert learner["seconds"] < 50  # it did not wait for the deadline
 
 
-@pytest.mark.parametrize(("algorithm", "role"), [("impala", "actor"), ("dqn", "learner")])
-def test_a_worker_that_is_killed_ends_the_others(algorithm: str, role: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "role", "workers"), [("impala", "actor", 3), ("dqn", "learner", 2)]
+)
+def test_a_worker_that_is_killed_ends_the_others(algorithm: str, role: str, workers: int) -> None:
     options = REPLAY if algorithm == "dqn" else {}
     with pytest.raises(WorkerError, match="SIGKILL"):
-        launch(programs.dies, algorithm, role, options, workers=3, timeout=60)
+        launch(programs.dies, algorithm, role, options, workers=workers, timeout=60)
 
 
 # -- words -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import five_workers
 import numpy as np
 import pytest
-from conftest import PART_ENGINES
+from conftest import ALL_ENGINES
 from five_workers import SMALL_REPLAY
 from gymnasium.spaces import Box, Discrete
 from safetensors.numpy import load_file
@@ -44,8 +44,17 @@ CASES: dict[str, dict[str, Any]] = {
         "box_actions": "scale", "noise_spread": 0.3,
     },
 }  # fmt: skip
+CASES |= {
+    f"{name}, two learners": {
+        "algorithm": name, "env": "Pendulum-v1", "workers": 4, "learners": 2, "prioritized": True,
+        "hidden": (16, 16),
+    }
+    for name, spec in SPECS.items()
+    if spec.actions == "bounded" and name != "ddpg"
+}  # fmt: skip
 # Where one launch has them all.
 FEW = {"local": ("dqn, two learners", "ddpg"), "ray": ("dqn", "dqn, two learners")}
+FEW |= dict.fromkeys(("mpi", "torch"), ("dqn, two learners",))
 
 
 def train(name: str, folder: Path, **more: Any) -> Any:
@@ -59,7 +68,7 @@ def records_of(folder: Path) -> list[dict[str, Any]]:
 
 def cases() -> list[Any]:
     found = []
-    for engine in PART_ENGINES:
+    for engine in ALL_ENGINES:
         name = engine.values[0]  # type: ignore[attr-defined]
         for case in CASES if name == "inline" else FEW[name]:
             marks = list(engine.marks)  # type: ignore[attr-defined]

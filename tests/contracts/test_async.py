@@ -1,4 +1,4 @@
-"""One contract for the asynchronous strategies, on every engine that has their parts."""
+"""One contract for the asynchronous strategies, on every engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import five_workers
 import numpy as np
 import pytest
-from conftest import PART_ENGINES
+from conftest import ALL_ENGINES
 from five_workers import SMALL
 from safetensors.numpy import load_file
 
@@ -49,7 +49,7 @@ def train(name: str, folder: Path, **more: Any) -> mh.run.Result:  # type: ignor
 
 def cases() -> list[Any]:
     found = []
-    for engine in PART_ENGINES:
+    for engine in ALL_ENGINES:
         name = engine.values[0]  # type: ignore[attr-defined]
         for case in CASES if name == "inline" else FEW:
             marks = [*engine.marks]  # type: ignore[attr-defined]
@@ -154,7 +154,6 @@ def test_the_last_table_says_who_waited(
         ({"workers": 4, "learners": 2, "unrolls": 3}, "3 unrolls an update do not go evenly"),
         ({"workers": 4, "num_envs": 8}, "8 environments do not go evenly into 3 acting workers"),
         ({"workers": 3, "replay": 4, "replay_share": 1.0}, "replay_share=1 must lie"),
-        ({"workers": 3, "engine": "mpi"}, "actor_learner on mpi"),
     ],
 )
 def test_parts_that_do_not_add_up(options: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import own_networks
 import pytest
 import torch
-from conftest import PART_ENGINES_RAY_LATER, PROCESS_ENGINES
+from conftest import PROCESS_ENGINES, SOME_ENGINES_RAY_LATER
 from five_workers import APART
 from own_networks import SPACES
 from training_programs import OWN_NETWORKS, folder_of, read_run
@@ -142,7 +142,7 @@ def test_every_engine_learns_the_same(engine: str) -> None:
 
 def cells_apart() -> list[Any]:
     found = []
-    for engine in PART_ENGINES_RAY_LATER:
+    for engine in SOME_ENGINES_RAY_LATER:
         name = engine.values[0]  # type: ignore[attr-defined]
         for case in APART:
             marks = list(engine.marks)  # type: ignore[attr-defined]

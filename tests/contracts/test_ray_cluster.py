@@ -67,8 +67,11 @@ def train_and_tell(case: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_trpo_gathers_whole_episodes_from_both_nodes(
-    address: str, workers: int, tmp_path: Path
+    address: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The token of another cluster, which this one does not ask for.
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    (tmp_path / "token").write_text("0" * 64)
     case = configuration(
         "trpo", "gather", "ray", workers, str(tmp_path / "run"), num_envs=8, **EPISODES
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from answers import answers
-from conftest import PART_ENGINES
+from conftest import ALL_ENGINES
 
 from manyhands.errors import CollectiveError, ConfigError
 from manyhands.replay.buffer import PrioritizedReplay
@@ -346,7 +346,7 @@ def test_a_shard_that_is_not_there(shard: int) -> None:
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("way", ["memory", "sent"])
-@pytest.mark.parametrize("engine", PART_ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_actors_and_a_learner(engine: str, way: str) -> None:
     learner, *actors = answers(engine, f"replay, {way}")
     far = way == "sent"
@@ -364,6 +364,6 @@ def test_actors_and_a_learner(engine: str, way: str) -> None:
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("way", ["memory", "sent"])
-@pytest.mark.parametrize("engine", PART_ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_frames(engine: str, way: str) -> None:
     assert answers(engine, f"frames, {way}") == [True, 150, None]

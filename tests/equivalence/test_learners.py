@@ -13,6 +13,7 @@ from second_launch import answers_of
 
 import manyhands as mh
 from manyhands import launch
+from manyhands.algorithms.registry import SPECS
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
@@ -37,11 +38,14 @@ def test_replicas_are_equal_after_a_thousand_updates() -> None:
     assert np.array_equal(two[0], two[1])
 
 
-@pytest.mark.parametrize("algorithm", ["dqn", "ddpg"])
+@pytest.mark.parametrize(
+    "algorithm", [name for name, spec in SPECS.items() if spec.learns_from == "replay"]
+)
 def test_two_learners_of_apex_are_one(algorithm: str, tmp_path: Path) -> None:
     """Whole runs, with the same two actors: the same episodes, the same draws, the same weights."""
+    env = "Pendulum-v1" if SPECS[algorithm].actions == "bounded" else "CartPole-v1"
     options: dict[str, Any] = {
-        "env": "CartPole-v1" if algorithm == "dqn" else "Pendulum-v1", "engine": "inline",
+        "env": env, "engine": "inline",
         "num_envs": 4, "steps": 640, "hidden": (16, 16), "learning_starts": 200,
         "batch_size": 33, "updates_per_step": 0.25, "rollout_length": 16, "quiet": True,
         "tensorboard": False, "max_grad_norm": 1e6,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -21,12 +22,32 @@ ROLES = {
 LIMIT = 60  # lines
 
 
-# Processes take long to start: one example has them here, and all of them in the pages of docs/.
+# Processes take long to start: one example has them here, others in the pages of docs/, and agents
+# of every kind in tests/contracts/test_agent.py.
 ENGINES = {"agent_a3c": "inline", "agent_apex": "inline", "agent_impala": "local"}
+FEW = ["--steps", "1500"]
+IN_TURN = """\
+import importlib, json, runpy, sys
+import manyhands as mh
+
+def play(name):
+    importlib.import_module(name).main()
+
+if __name__ == "__main__":
+    folder, few, roles, inline = json.loads(sys.argv[1])
+    sys.path.append(folder)
+    sys.argv[1:] = few
+    for name in roles:
+        print(f"-- {name} alone", flush=True)
+        runpy.run_path(f"{folder}/{name}.py", run_name="__main__")
+    for name in inline:
+        print(f"-- {name} inline", flush=True)
+        mh.launch(play, name, roles=roles[name], engine="inline")
+"""
 
 
-def start(name: str, folder: Path, *words: str, engine: str = "local", seconds: int = 120) -> str:
-    launch = ["-m", "manyhands", "launch", "--roles", ROLES[name], "--engine", engine]
+def start(name: str, folder: Path, *words: str, seconds: int = 120) -> str:
+    launch = ["-m", "manyhands", "launch", "--roles", ROLES[name]]
     return run([*launch, str(FOLDER / f"{name}.py"), *words], folder, seconds)
 
 
@@ -39,14 +60,29 @@ def run(words: list[str], folder: Path, seconds: int = 120) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Path]:
+    """What examples print that need no other process, alone and inline, and their folder."""
+    folder = tmp_path_factory.mktemp("one process")
+    (folder / "in_turn.py").write_text(IN_TURN)
+    inline = [name for name in ROLES if ENGINES[name] == "inline"]
+    told = json.dumps([str(FOLDER), FEW, ROLES, inline])
+    text = run(["in_turn.py", told], folder)
+    parts = [part.partition("\n") for part in text.split("-- ")[1:]]
+    return {title: said for title, _, said in parts}, folder
+
+
 @pytest.mark.parametrize("name", ROLES)
 def test_it_is_short(name: str) -> None:
     assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= LIMIT
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_it_runs_in_its_roles_and_all_of_them_end(name: str, tmp_path: Path) -> None:
-    said = start(name, tmp_path, "--steps", "1500", engine=ENGINES[name])
+def test_it_runs_in_its_roles_and_all_of_them_end(
+    name: str, one_process: tuple[dict[str, str], Path], tmp_path: Path
+) -> None:
+    inline = ENGINES[name] == "inline"
+    said = one_process[0][f"{name} inline"] if inline else start(name, tmp_path, *FEW)
     for part in ROLES[name].split(","):
         role, count = part.split("=")
         assert said.count(f"{role} ") >= int(count)
@@ -54,19 +90,15 @@ def test_it_runs_in_its_roles_and_all_of_them_end(name: str, tmp_path: Path) -> 
     assert "at version 0" not in said
 
 
-def test_each_runs_alone(tmp_path: Path) -> None:
-    """One after the other in one process."""
-    scripts = [str(FOLDER / f"{name}.py") for name in ROLES]
-    code = f"import runpy\nfor path in {scripts}: runpy.run_path(path, run_name='__main__')"
-    (tmp_path / "in_turn.py").write_text(code)
-    said = run(["in_turn.py", "--steps", "1500"], tmp_path)
-    assert said.count("worker 0 has ended") == len(ROLES)
-    for name in ROLES:
-        folder = tmp_path / f"{name.removeprefix('agent_')}-policy"
-        assert (folder / "policy.safetensors").exists()
+@pytest.mark.parametrize("name", ROLES)
+def test_it_runs_alone(name: str, one_process: tuple[dict[str, str], Path]) -> None:
+    said, folder = one_process
+    assert said[f"{name} alone"].count("worker 0 has ended") == 1
+    assert (folder / f"{name.removeprefix('agent_')}-policy" / "policy.safetensors").exists()
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ROLES)
 def test_it_learns_cartpole(name: str, tmp_path: Path) -> None:
@@ -76,6 +108,7 @@ def test_it_learns_cartpole(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_apex_ddpg_learns_pendulum(tmp_path: Path) -> None:
     words = ("--algorithm", "ddpg", "--env", "Pendulum-v1")

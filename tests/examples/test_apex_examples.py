@@ -22,6 +22,7 @@ def test_it_is_short(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ROLES)
 def test_it_solves_its_task(name: str) -> None:

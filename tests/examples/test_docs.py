@@ -2,20 +2,26 @@
 
 Blocks of README.md and docs/ are told apart by their language and by a comment just above:
 
-    ```python                              runs; all such blocks of a page in one process
+    ```python                              runs; all such blocks of a page in one process, where
+                                           the first of them stands
     <!-- file: NAME --> ```python          becomes a file in the page's folder
     ```bash                                runs in the page's folder and must end well
     ```console                             `$ command` lines run, and their output is compared
+    <!-- tested with: NEW for OLD, ... --> runs with other words than the reader's: fewer workers or
+                                           steps, where their number is not the point
     <!-- not run: REASON -->               is left alone, for a reason that is written down
 
-A page's folder has `examples/` and a small `train.py`. In a console block a line `...` stands for
-any lines; process ids, seconds, the host's name and the order of lines are not compared, since
-workers print when they get there.
+`manyhands ...` and `python FILE` run in copies of one process that has torch (`warm.py`), but for
+those that mpiexec starts. A page's folder has `examples/`, a small `train.py`, and `term.py`, which
+ends a run that has begun. In a console block a line `...` stands for any lines; process ids,
+seconds, the host's name and the order of lines are not compared, since workers print when they get
+there.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import os
 import re
@@ -23,11 +29,13 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import Warm, warm
 
 from manyhands import support, train
 from manyhands.algorithms.registry import SPECS
@@ -46,6 +54,17 @@ from manyhands import Parallel
 par = Parallel()
 mean = par.mean(float(par.rank))
 par.print(f"{par.size} workers on the {par.engine} engine; their mean rank is {mean}")
+"""
+TERM = """\
+import pathlib, subprocess, sys, time
+
+process = subprocess.Popen(sys.argv[1:])
+records, deadline = pathlib.Path("runs/mine/metrics.jsonl"), time.monotonic() + 150
+while not (records.exists() and records.stat().st_size):
+    assert process.poll() is None and time.monotonic() < deadline
+    time.sleep(0.05)
+process.terminate()
+sys.exit(process.wait())
 """
 
 
@@ -67,6 +86,17 @@ class Block:
     def reason(self) -> str:
         found = re.fullmatch(r"not run: (.+)", self.comment)
         return found.group(1) if found else ""
+
+    @property
+    def tested(self) -> str:
+        """The text that runs."""
+        text = self.text
+        changes = re.fullmatch(r"tested with: (.+)", self.comment)
+        for change in changes.group(1).split(", ") if changes else ():
+            new, old = change.split(" for ")
+            assert old in text, f"{self.page}, line {self.line}: there is no {old!r} to replace"
+            text = text.replace(old, new)
+        return text
 
     @property
     def runs(self) -> bool:
@@ -109,31 +139,40 @@ def page_params() -> list[object]:
 # -- every block runs ------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def python() -> Iterator[Warm]:
+    # One thread: BLAS threads that wait for each other crawl on a busy machine.
+    with warm(environment() | {"OMP_NUM_THREADS": "1"}) as process:
+        yield process
+
+
 @pytest.mark.parametrize("page", page_params())
-def test_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+def test_blocks_of_a_page_run(page: Path, tmp_path: Path, python: Warm) -> None:
     blocks = blocks_of(page)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "term.py").write_text(TERM)
     for block in blocks:
         if block.file:
             (tmp_path / block.file).write_text(block.text)
-    python = [b for b in blocks if b.runs and b.language == "python"]
-    if python:
-        (tmp_path / "page.py").write_text("\n".join(b.text for b in python))
-        # One thread: BLAS threads that wait for each other crawl on a busy machine.
-        shell("OMP_NUM_THREADS=1 python page.py", tmp_path, expect=0, where=page.name)
-    for block in (b for b in blocks if b.runs and b.language != "python"):
+    running = [b for b in blocks if b.runs]
+    scripts = [b for b in running if b.language == "python"]
+    for block in running:
         where = f"{block.page}, line {block.line}"
         if block.language == "bash":
-            shell(f"set -e\n{block.text}", tmp_path, expect=0, where=where)
-        else:
-            check_console(block.text, tmp_path, where)
+            shell(f"set -e\n{block.tested}", tmp_path, python, expect=0, where=where)
+        elif block.language == "console":
+            check_console(block.tested, tmp_path, python, where)
+        elif block is scripts[0]:
+            (tmp_path / "page.py").write_text("\n".join(b.tested for b in scripts))
+            code, output = python.run(tmp_path / "page.py")
+            assert code == 0, f"{page.name}: exit {code}\n{output}"
 
 
-def check_console(text: str, folder: Path, where: str) -> None:
+def check_console(text: str, folder: Path, python: Warm, where: str) -> None:
     code = 0
     for command, expected in sessions(text):
-        code, output = shell(f"(exit {code}); {command}", folder, where=where)
+        code, output = shell(f"(exit {code}); {command}", folder, python, where=where)
         difference = compare(expected, output)
         assert not difference, f"{where}: $ {command}\n{difference}\n-- real output:\n{output}"
 
@@ -145,16 +184,19 @@ def sessions(text: str) -> list[tuple[str, str]]:
     return list(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def shell(
-    command: str, folder: Path, expect: int | None = None, where: str = ""
-) -> tuple[int, str]:
+def environment() -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "PYTEST_"))}
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    env["COLUMNS"] = "100"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    return env | {"PATH": path, "COLUMNS": "100"}
+
+
+def shell(
+    command: str, folder: Path, python: Warm, expect: int | None = None, where: str = ""
+) -> tuple[int, str]:
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
-        env=env,
+        env=environment() | python.variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -196,6 +238,7 @@ def test_every_block_runs_or_says_why_not(page: Path) -> None:
         )
         if block.comment.startswith("not run"):
             assert len(block.reason) > 10, f"{where}: say why it is not run"
+        assert block.tested == block.text or block.runs, f"{where}: is not run"
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=name_of)
@@ -229,24 +272,29 @@ def test_index_leads_to_every_page() -> None:
     for page in PAGES:
         if page != index and page.name not in TOP:
             link = page.relative_to(index.parent).as_posix()
-            assert f"({link})" in text, f"docs/index.md does not link to {link}"
+            found = text
+            if link.startswith("algorithms/"):  # by way of the one list that names them
+                found, link = (
+                    (index.parent / "start/train.md").read_text(encoding="utf-8"),
+                    f"../{link}",
+                )
+            assert f"({link})" in found, f"docs/index.md does not lead to {link}"
 
 
 # -- what is generated, and what is computed -------------------------------------------------------
 
 
-def test_reference_pages_are_up_to_date() -> None:
-    import reference
-
-    for name, text in reference.pages().items():
-        path = ROOT / "docs" / "reference" / name
-        assert path.exists(), f"docs/reference/{name} is missing; type: make docs"
+@pytest.mark.parametrize(("folder", "command"), [("reference", "docs"), ("results", "results")])
+def test_generated_pages_are_up_to_date(folder: str, command: str) -> None:
+    for name, text in importlib.import_module(folder).pages().items():
+        path = ROOT / "docs" / folder / name
+        assert path.exists(), f"docs/{folder}/{name} is missing; type: make {command}"
         written = path.read_text(encoding="utf-8")
         difference = "\n".join(
             difflib.unified_diff(written.split("\n"), text.split("\n"), lineterm="")
         )
         assert not difference, (
-            f"docs/reference/{name} is not up to date; type: make docs\n{difference}"
+            f"docs/{folder}/{name} is not up to date; type: make {command}\n{difference}"
         )
 
 
@@ -331,24 +379,26 @@ def test_every_number_that_a_run_writes_is_explained(
         "env": "CartPole-v1", "steps": 128, "num_envs": 4, "rollout_length": 16,
         "workers": 1 if strategy == "single" else 2, "strategy": strategy, "quiet": True,
     }  # fmt: skip
-    replay = {"learning_starts": 32, "batch_size": 16}
-    own: dict[str, dict[str, Any]] = {
-        "ppo": {"minibatch": 32, "kl_penalty": True},
-        "dqn": replay,
-        "ddpg": replay | {"env": "Pendulum-v1"},
-    }
+    spec, own = SPECS[algorithm], {"ppo": {"minibatch": 32, "kl_penalty": True}}
+    if spec.learns_from == "replay":
+        small |= {"learning_starts": 32, "batch_size": 16, "hidden": (16, 16)}
+    if spec.actions == "bounded":
+        small |= {"env": "Pendulum-v1"}
     options = small | own.get(algorithm, {}) | more
     result = train(algorithm, engine="inline", run_dir=str(tmp_path / "run"), **options)
     record = json.loads((result.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     files = rows_of_tables("docs/reference/metrics.md")
-    assert [name for name in record if name not in files] == []
+    page = rows_of_tables(f"docs/algorithms/{algorithm}.md")
+    assert [name for name in record if name not in files and name not in page] == []
     common = {"env_steps", "update", "wall_seconds", "steps_per_second", "episodes", "mean_return"}
     common |= {"lag", "stale_share"}  # of ways to collect, whatever the algorithm
     its_own = [n for n in record if n not in common and not n.startswith("seconds/")]
-    page = rows_of_tables(f"docs/algorithms/{algorithm}.md")
     assert [name for name in its_own if name not in page] == []
+    kinds = {algorithm, "all", {"replay": "a replay"}.get(spec.learns_from, algorithm)}
     for name in its_own:
-        assert algorithm in files[name][1], f"metrics.md: {name} is of {algorithm} too"
+        if name in files:
+            whose = files[name][1]
+            assert any(kind in whose for kind in kinds), f"metrics.md: {name} is of {algorithm} too"
     columns = (result.run_dir / "episodes.csv").read_text().splitlines()[0].split(",")
     assert [name for name in [*columns, *result.summary] if name not in files] == []
     written = {path.name for path in result.run_dir.iterdir()}

@@ -47,14 +47,25 @@ def test_parts_from_the_code_are_up_to_date(page: Path) -> None:
 
 def test_the_pages_that_went_stale_have_their_parts() -> None:
     for page, parts in {
-        "README.md": ["algorithms"],
-        "docs/concepts/five-ideas.md": ["algorithms", "strategies", "engines"],
+        "docs/concepts/five-ideas.md": ["strategies", "engines"],
         "docs/start/train.md": ["phases", "which algorithm"],
         "docs/reference/metrics.md": ["seconds by phase", "summary", "events"],
         "docs/how-to/building-blocks.md": ["engines with blocks"],
-        **{f"docs/algorithms/{name}.md": ["where it runs"] for name in support.built()},
+        **{f"docs/algorithms/{name}.md": ["options", "where it runs"] for name in support.built()},
     }.items():
         assert re.findall(r"<!-- from the code: ([\w ]+) -->", text_of(page)) == parts
+
+
+def test_one_list_names_the_algorithms_and_others_lead_there() -> None:
+    """So that a new one changes one page besides its own."""
+    target = "start/train.md#which-algorithm-which-strategy"
+    assert "## Which algorithm, which strategy\n" in text_of("docs/start/train.md")
+    for name in support.built():
+        assert f"[{name}](../algorithms/{name}.md)" in text_of("docs/start/train.md")
+    for page in ("README.md", "docs/index.md", "docs/concepts/five-ideas.md",
+                 "docs/how-to/agent-in-your-own-loop.md", "docs/reference/config.md",
+                 "docs/reference/cli.md", "docs/reference/support.md"):  # fmt: skip
+        assert target in text_of(page), page
 
 
 def test_a_part_is_filled_in_whatever_stood_there(tmp_path: Path) -> None:
@@ -93,11 +104,12 @@ def test_no_entry_of_the_api_page_is_without_words() -> None:
 
 def test_help_of_the_run_says_what_the_algorithms_have() -> None:
     told = help_of(RunConfig)
+    groups = re.findall(r"((?:\w+(?:, | and ))*\w+) (\d+)[,)]", told["rollout_length"])
+    lengths = {n: int(length) for names, length in groups for n in re.split(", | and ", names)}
     for algorithm in support.built():
         options = SPECS[algorithm].options
         assert (algorithm in told["normalize_rewards"]) == usual(options, "normalize_rewards")
-        length = rf"\b{algorithm}\b[a-z0-9 ]* {options.ROLLOUT_LENGTH}\b"
-        assert re.search(length, told["rollout_length"]), algorithm
+        assert lengths[algorithm] == options.ROLLOUT_LENGTH
         default = default_strategy(algorithm, 2)
         assert re.search(rf"{default} for [a-z0-9, ]*\b{algorithm}\b", told["strategy"]), algorithm
         assert algorithm in SPECS

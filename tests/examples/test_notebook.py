@@ -20,10 +20,53 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebooks" / "first_run.ipy
 PROGRESS = re.compile(r"^ *\d+%  [\d,]+ steps  [\d,.]+ steps/s  return .* left$")
 
 
+# An environment of a cell, and what results show.
+CELLS = (
+    """
+import os
+import gymnasium, numpy
+import manyhands as mh
+
+os.mkdir("own")
+os.chdir("own")
+
+class Walk(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), numpy.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return numpy.zeros(2, numpy.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        return numpy.zeros(2, numpy.float32), 1.0, self.steps == 4, False, {}
+
+options = dict(env=Walk, steps=128, num_envs=2, rollout_length=32, minibatch=32, quiet=True)
+""",
+    "result = mh.train('ppo', engine='inline', **options)\nresult",
+    "mh.evaluate(result, episodes=2)",
+    "mh.plot(result)",
+    """
+try:
+    mh.train("ppo", engine="local", **options)
+except mh.ConfigError as error:
+    print(error)
+""",
+)
+
+
 @pytest.fixture(scope="module")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("notebook")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("notebook")
+
+
+@pytest.fixture(scope="module")
+def executed(folder: Path) -> Any:
+    """The notebook, with our own cells at its end: a second kernel would import torch again."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook.cells += [nbformat.v4.new_code_cell(text) for text in CELLS]
     # ipykernel does not show what child processes write if it believes to be under test itself.
     env = {k: v for k, v in os.environ.items() if k not in ("PYTEST_CURRENT_TEST", "NO_COLOR")}
     client = nbclient.NotebookClient(
@@ -74,51 +117,15 @@ def test_what_the_other_cells_print(executed: Any) -> None:
 
 # -- an environment of a cell ----------------------------------------------------------------------
 
-CELLS = (
-    """
-import gymnasium, numpy
-import manyhands as mh
 
-class Walk(gymnasium.Env):
-    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), numpy.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.steps = 0
-        return numpy.zeros(2, numpy.float32), {}
-
-    def step(self, action):
-        self.steps += 1
-        return numpy.zeros(2, numpy.float32), 1.0, self.steps == 4, False, {}
-
-options = dict(env=Walk, steps=128, num_envs=2, rollout_length=32, minibatch=32, quiet=True)
-""",
-    "result = mh.train('ppo', engine='inline', **options)\nresult",
-    "mh.evaluate(result, episodes=2)",
-    "mh.plot(result)",
-    """
-try:
-    mh.train("ppo", engine="local", **options)
-except mh.ConfigError as error:
-    print(error)
-""",
-)
-
-
-def test_an_environment_of_a_cell_and_what_results_show(tmp_path: Path) -> None:
-    notebook = nbformat.v4.new_notebook()
-    notebook.cells = [nbformat.v4.new_code_cell(text) for text in CELLS]
-    client = nbclient.NotebookClient(
-        notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}}
-    )
-    client.execute(env={k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"})
-    _, trained, evaluated, plotted, refused = (cell.outputs for cell in notebook.cells)
+def test_an_environment_of_a_cell_and_what_results_show(executed: Any, folder: Path) -> None:
+    own = executed.cells[-len(CELLS) :]
+    _, trained, evaluated, plotted, refused = (cell.outputs for cell in own)
     shown = trained[-1].data["text/html"]
     assert "PPO on Walk" in shown
     assert "data:image/png" in shown
     assert trained[-1].data["text/plain"].startswith("Result('")
-    assert list((tmp_path / "runs").iterdir()) == [tmp_path / "runs" / "Walk"]
+    assert [path.name for path in (folder / "own" / "runs").iterdir()] == ["Walk"]
     assert "4.00 ± 0.00" in evaluated[-1].data["text/plain"]
     assert plotted[-1].data["text/html"].startswith("<img ")
     assert "put it into a file and import it, or use engine='inline'" in refused[-1].text

@@ -27,6 +27,7 @@ LIMIT = 8  # added + removed lines
 IN_TURN = (
     "import runpy, sys\nfor script in sys.argv[1:]: runpy.run_path(script, run_name='__main__')\n"
 )
+WEIGHTS = "sum(w.abs().sum() for w in agent.parameters())"  # other steps, other sums
 LAUNCH = [sys.executable, "-m", "manyhands.cli.main", "launch", "-n", "2"]
 
 
@@ -43,9 +44,9 @@ def edited(name: str, folder: Path, **constants: int) -> str:
     for constant, value in constants.items():
         text, count = re.subn(rf"(?m)^{constant} = \d+", f"{constant} = {value}", text)
         assert count == 1, constant
-    # Two updates print nothing by themselves: let the main worker show that it got to the end.
+    # A few updates print nothing by themselves: let the main worker show what it has in the end.
     text = text.replace("if number % 40 == 0:", "if number % 40 == 0 or number == UPDATES:")
-    text = text.replace('print(f"update', f'print(f"{name}: update')
+    text = text.replace('print(f"update', f'print(f"{name}: weights {{{WEIGHTS}:.2f}} update')
     path = folder / name
     path.write_text(text)
     return str(path)
@@ -54,7 +55,8 @@ def edited(name: str, folder: Path, **constants: int) -> str:
 def in_turn(folder: Path, names: list[str], updates: int) -> list[str]:
     """The command line, after Python, that runs these scripts for so many updates each."""
     (folder / "in_turn.py").write_text(IN_TURN)
-    return [str(folder / "in_turn.py"), *(edited(name, folder, UPDATES=updates) for name in names)]
+    small = {"UPDATES": updates, "EPOCHS": 4}
+    return [str(folder / "in_turn.py"), *(edited(name, folder, **small) for name in names)]
 
 
 def run(command: list[str], seconds: float = SECONDS) -> str:
@@ -81,11 +83,12 @@ def clean() -> dict[str, str]:
 def shows_update(number: int, name: str, text: str, workers: int) -> None:
     """The main worker prints in the gather form; in the allreduce form every worker does."""
     who = workers if name == "after_allreduce.py" else 1
-    assert len(re.findall(rf"{name}: update +{number} +return", text)) == who, text
+    assert len(re.findall(rf"{name}: weights [\d.]+ update +{number} +return", text)) == who, text
 
 
-def returns(name: str, text: str) -> list[str]:
-    return sorted(re.findall(rf"{name}: update +\d+ +(return +[\d.]+)", text))
+def learned(name: str, text: str) -> list[tuple[str, str]]:
+    """Weights and return, of each that prints them."""
+    return sorted(re.findall(rf"{name}: weights ([\d.]+) update +\d+ +return +([\d.]+)", text))
 
 
 @functools.cache
@@ -147,14 +150,14 @@ def test_plain_python(name: str) -> None:
 
 def test_with_one_worker_both_forms_are_one_program() -> None:
     """Gathering from oneself and averaging with oneself change no digit of what is learned."""
-    assert returns(AFTER[0], alone()) == returns(AFTER[1], alone()) != []
+    assert learned(AFTER[0], alone()) == learned(AFTER[1], alone()) != []
 
 
 @pytest.mark.parametrize("name", AFTER)
 def test_the_same_seed_repeats_to_the_digit(name: str) -> None:
     """The script seeds torch and the environments: what two workers learn follows from that, in
     another launch and on another engine."""
-    assert returns(name, started("local")) == returns(name, started("torch")) != []
+    assert learned(name, started("local")) == learned(name, started("torch")) != []
 
 
 @pytest.mark.parametrize("name", AFTER)

@@ -44,8 +44,8 @@ def test_these_files_run_between_two_records(
         with contextlib.suppress(mh.WorkerError):  # it may be over for one of the workers first
             mh.train(
                 algorithm, env="CartPole-v1", strategy=strategy, engine="inline", workers=2, seed=1,
-                steps=10**8, quiet=True, checkpoint_seconds=3600, tensorboard=False,
-                run_dir=str(tmp_path / "run"),
+                rollout_length=32, steps=10**8, quiet=True, checkpoint_seconds=3600,
+                tensorboard=False, run_dir=str(tmp_path / "run"),
             )  # fmt: skip
 
     def records() -> int:

@@ -22,7 +22,7 @@ def programs_can_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OPTIONS: dict[str, Any] = {
-    "env": "async_programs:deadly_cartpole", "env_kwargs": {"steps": 700}, "num_envs": 4,
+    "env": "async_programs:deadly_cartpole", "num_envs": 4,
     "quiet": True, "tensorboard": False, "timeout": 120.0, "hidden": (16, 16),
     "learning_starts": 500, "batch_size": 32, "updates_per_step": 0.1, "pull_every": 8,
 }  # fmt: skip
@@ -40,8 +40,11 @@ OPTIONS: dict[str, Any] = {
 def test_a_killed_actor_is_started_again(actors: int, what: str, tmp_path: Path) -> None:
     """Killed by its own environment after some steps, in its first life. One actor alone takes
     turns with the learner, which waits for the next life; of two the other goes on meanwhile."""
-    folder, steps = tmp_path / "run", 20_000 if actors == 2 else 6_000
+    folder, steps = tmp_path / "run", 5_000 if actors == 2 else 4_000
+    # The other one's steps take two milliseconds each: it is not done before the dead one is back.
+    kwargs = {"steps": 300, "seconds": 0.002 if actors == 2 else 0.0}
     options = OPTIONS | {"workers": 1 + actors, "steps": steps, "lost_shard": what}
+    options |= {"env_kwargs": kwargs}
     summary = mh.train("dqn", run_dir=str(folder), **options).summary
     assert summary["exit"] == "finished"
     assert summary["env_steps"] >= steps
@@ -60,6 +63,23 @@ def test_a_killed_actor_is_started_again(actors: int, what: str, tmp_path: Path)
         assert 0 <= since <= (256 if actors == 2 else 0)
     if after:
         assert after[-1]["gradient_steps"] > 0  # the learner goes on
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("algorithm", ["impala", "dqn"])
+def test_a_killed_actor_is_started_again_on_ray(algorithm: str, tmp_path: Path) -> None:
+    kwargs, options = {"steps": 100, "seconds": 0.002}, dict(OPTIONS)
+    if algorithm == "impala":
+        for name in ("learning_starts", "batch_size", "updates_per_step", "pull_every"):
+            del options[name]
+    options |= {"workers": 3, "steps": 12_000, "engine": "ray", "env_kwargs": kwargs}
+    summary = mh.train(algorithm, run_dir=str(tmp_path / "run"), **options).summary
+    assert summary["exit"] == "finished"
+    assert summary["env_steps"] >= 12_000
+    assert summary["restarts"] == 1
+    again = [e for e in lines(tmp_path / "run/events.jsonl") if e["event"] == "restart"]
+    assert [(e["worker"], e["life"]) for e in again] == [(2, 1)]
 
 
 def lines(file: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 import five_workers
 import psutil
 import pytest
-from conftest import set_in
+from conftest import engine_params, rank_of
 from resume_programs import start, summary, until
 
 import manyhands as mh
@@ -42,13 +42,13 @@ def train(env: str, folder: Path, **more: Any) -> Any:
 
 
 def test_a_killed_actor_is_started_again(tmp_path: Path) -> None:
-    """Killed by its own environment in its first life. The learner goes on, and whoever watches
-    sees that one is missing, and then that it is back."""
+    """Killed by its own environment in its first life. The learners go on, and whoever watches
+    sees that one is missing, and then that it is back. Then all are stopped, by the launcher."""
     above, below = pty.openpty()
     words = [
-        "train", "impala", "--env", "async_programs:deadly_cartpole", "--env-kwargs", "steps=700",
-        "-n", "3", "--num-envs", "4", "--steps", "1e8", "--run-dir", str(tmp_path / "run"),
-        "--no-tensorboard", "--log-every", "10",
+        "train", "impala", "--env", "async_programs:deadly_cartpole", "--env-kwargs", "steps=100",
+        "seconds=0.002", "-n", "4", "--learners", "2", "--num-envs", "4", "--steps", "1e8",
+        "--run-dir", str(tmp_path / "run"), "--no-tensorboard", "--log-every", "10",
     ]  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-m", "manyhands.cli.main", *words],
@@ -61,18 +61,31 @@ def test_a_killed_actor_is_started_again(tmp_path: Path) -> None:
         while piece := os.read(above, 65536):
             said += piece
             assert time.monotonic() < deadline, said
-            if not asked and b"3 of 3 at work   1 restarted" in said:
+            if not asked and b"4 of 4 at work   1 restarted" in said:
                 asked = True
                 process.send_signal(signal.SIGINT)
     os.close(above)
     assert process.wait(30) == 130, said.decode()
     assert asked, said.decode()
-    assert b"workers  2 of 3 at work" in said.replace(b"\x1b[2m", b"").replace(b"\x1b[0m", b"")
+    assert b"workers  3 of 4 at work" in said.replace(b"\x1b[2m", b"").replace(b"\x1b[0m", b"")
     assert b"Traceback" not in said
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").open()]
     (again,) = [event for event in events if event["event"] == "restart"]
-    assert (again["worker"], again["life"]) == (2, 1)
+    assert (again["worker"], again["life"]) == (3, 1)
     assert summary(tmp_path / "run")["restarts"] == 1
+    check_stopped(tmp_path / "run", signal.SIGINT, said.decode())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["memory", "network"])
+@pytest.mark.parametrize("engine", engine_params("mpi", "torch"))
+def test_elsewhere_a_killed_actor_ends_the_run_with_its_name(
+    engine: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mpiexec and process groups of torch do not outlast one of their members."""
+    monkeypatch.setenv("MANYHANDS_PARTS", way)
+    with pytest.raises(mh.WorkerError, match=r"worker 2 of 3 on .* was killed by signal SIGKILL"):
+        train("async_programs:deadly_cartpole", tmp_path / "run", engine=engine, steps=10**8)
 
 
 SLOW = {
@@ -121,6 +134,7 @@ def check_lag(folder: Path, updates: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("strategy", ["actor_learner", "gradient_server"])
 def test_a_slow_actor_costs_no_more_than_its_share(strategy: str, tmp_path: Path) -> None:
@@ -155,8 +169,8 @@ def ranks_of(group: int) -> dict[int, int]:
     found = {}
     for pid in psutil.pids():
         with contextlib.suppress(OSError):
-            if os.getpgid(pid) == group and (rank := set_in(pid, "MANYHANDS_RANK")):
-                found[int(rank)] = pid
+            if os.getpgid(pid) == group and (rank := rank_of(pid)) is not None:
+                found[rank] = pid
     return found
 
 
@@ -171,8 +185,8 @@ def who_is_told() -> list[Any]:
     found = []
     for strategy, (_, ranks) in RUNS.items():
         for role, number in [*usual, *((role, signal.SIGTERM) for role in ranks)]:
+            # What is told to the launcher is also what ends the run with a killed actor.
             quick = (strategy, role, number) in (
-                ("actor_learner", "launcher", signal.SIGINT),
                 ("actor_learner", "actor", signal.SIGTERM),
                 ("gradient_server", "worker", signal.SIGTERM),
             )
@@ -204,8 +218,13 @@ def test_a_stopped_run_ends_cleanly(
     os.kill(target, number)
     _, said = process.communicate(timeout=150)
     assert process.returncode == 128 + number, said
+    check_stopped(tmp_path / "run", number, said)
+
+
+def check_stopped(folder: Path, number: signal.Signals, said: str) -> None:
+    """The run is saved, and nobody complains."""
     assert "Traceback" not in said, said
-    assert f"manyhands resume {tmp_path / 'run'}" in said
-    told = summary(tmp_path / "run")
+    assert f"manyhands resume {folder}" in said
+    told = summary(folder)
     assert told["exit"] == f"stopped: {number.name}", said
-    assert checkpoint.newest(tmp_path / "run")[0].facts["env_steps"] == told["env_steps"] > 0
+    assert checkpoint.newest(folder)[0].facts["env_steps"] == told["env_steps"] > 0

@@ -36,6 +36,7 @@ LAUNCHES = {"local": 200, "mpi": 2000, "torch": 100}
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.parametrize("engine", engine_params("local", "mpi", "torch"))
 def test_many_launches_under_load(engine: str) -> None:

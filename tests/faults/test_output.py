@@ -22,13 +22,16 @@ pytestmark = [pytest.mark.usefixtures("nothing_left")]
 TESTS = str(Path(__file__).parents[1])  # where the environment `talkative` is found
 SECONDS = 150.0  # for what takes five on a quiet machine
 TALKATIVE = "training_output:talkative"  # an environment that prints
-UPDATES = 30
+UPDATES = 12  # enough for a line of each process of a talkative environment
+LONG = 30  # enough to be looked at
 
 
-def command(folder: Path, *words: str, workers: int = 2, env: str = "CartPole-v1") -> list[str]:
+def command(
+    folder: Path, *words: str, workers: int = 2, env: str = "CartPole-v1", updates: int = UPDATES
+) -> list[str]:
     sizes = ["--num-envs", "4", "--rollout-length", "64", "--minibatch", "64", "--epochs", "2"]
     where = ["--workers", str(workers), "--engine", "local" if workers > 1 else "inline"]
-    steps = ["--steps", str(UPDATES * 256), "--run-dir", str(folder)]
+    steps = ["--steps", str(updates * 256), "--run-dir", str(folder)]
     train = ["-m", "manyhands.cli.main", "train", "ppo", "--env", env]
     return [sys.executable, *train, *where, *sizes, *steps, *words]
 
@@ -39,13 +42,13 @@ def variables(**more: str) -> dict[str, str]:
     return env | {"PYTHONPATH": TESTS, "TERM": "xterm-256color"} | more
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, updates: int = UPDATES) -> None:
     """The run went to its end, and its folder is whole."""
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["exit"] == "finished"
-    assert summary["updates"] == UPDATES
+    assert summary["updates"] == updates
     records = (folder / "metrics.jsonl").read_text().splitlines()
-    assert len(records) == UPDATES
+    assert len(records) == updates
     assert (folder / "policy.safetensors").exists()
 
 
@@ -163,10 +166,10 @@ def in_terminal(words: list[str], env: dict[str, str], columns: int = 100) -> tu
 @pytest.mark.parametrize("columns", [60, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_terminal_is_left_tidy(columns: int, tmp_path: Path) -> None:
     """The view was there, is gone, and all that was printed meanwhile is still there, whole."""
-    words = command(tmp_path / "run", env=TALKATIVE)
+    words = command(tmp_path / "run", env=TALKATIVE, updates=LONG)
     code, said = in_terminal(words, variables(), columns)
     assert code == 0, said
-    check_folder(tmp_path / "run")
+    check_folder(tmp_path / "run", LONG)
     assert "\x1b[?25l" not in said  # the cursor is never hidden: a killed run could not show it
     lines = seen(said)
     assert lines[0].startswith("training ")
@@ -194,7 +197,7 @@ def test_a_terminal_without_colours_gets_lines(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_read_below_the_view_not_across_it(tmp_path: Path) -> None:
-    words = command(tmp_path / "run", "--env-kwargs", "fail_at=1500", env=TALKATIVE)
+    words = command(tmp_path / "run", "--env-kwargs", "fail_at=1500", env=TALKATIVE, updates=LONG)
     code, said = in_terminal(words, variables())
     assert code == 1, said
     lines = seen(said)

@@ -82,6 +82,7 @@ def test_no_torn_row(prefetch: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(700)
 def test_ten_minutes_of_the_papers_rates_in_one() -> None:
     """Ten times the rate of adding; drawing as fast as it goes. A minute, on free cores."""

@@ -15,7 +15,7 @@ import manyhands as mh
 from manyhands.config import load_recipe
 from manyhands.run import train_experiment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 SEEDS = [1, 2, 3, 4, 5]

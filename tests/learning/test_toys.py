@@ -47,18 +47,19 @@ TASKS = [f"{algorithm} on {name}" for algorithm, name, _ in tasks()]
 
 @functools.cache
 def summaries() -> dict[str, dict[str, Any]]:
-    """All tasks and seeds, one after the other, in one worker process with one thread."""
+    """All tasks and seeds, one after the other, in one worker with one thread."""
     with tempfile.TemporaryDirectory() as folder:
         cases = {}
         for algorithm, name, more in tasks():
             for seed in SEEDS:
                 common = {"workers": 1, "num_envs": 8, "steps": LIMIT, "quiet": True, "seed": seed}
-                where = {"run_dir": str(Path(folder, str(len(cases))))}
+                where = {"run_dir": str(Path(folder, str(len(cases)))), "engine": "inline"}
                 options = OPTIONS[algorithm] | more
                 experiment = build(algorithm, **common, **where, **options)
                 cases[f"{algorithm} on {name}, seed {seed}"] = to_plain(experiment)
         program = training_programs.train_all
-        (told,) = manyhands.launch(program, list(cases.values()), workers=1, engine="local")
+        with training_programs.as_in_a_worker():
+            (told,) = manyhands.launch(program, list(cases.values()), workers=1, engine="inline")
     return dict(zip(cases, told, strict=True))
 
 

@@ -181,7 +181,7 @@ def test_our_own_work_and_that_of_ended_children_is_not_others(
 def test_seconds_of_a_child_are_ours_once_it_has_ended() -> None:
     before = quiet.own_seconds()
     spin = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
-    subprocess.run([sys.executable, "-c", spin], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", spin], check=True, timeout=200)
     assert quiet.own_seconds() - before > 0.25  # the system counts in hundredths
 
 
@@ -206,7 +206,7 @@ def test_a_run_that_fails_says_what_it_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(benchmark.subprocess, "Popen", refuses)
     common = {"env": "CartPole-v1", "engine": "inline"}
     with pytest.raises(WorkerError, match="no room"):
-        benchmark._measured(benchmark._experiments("ppo", "independent", 2, common))
+        benchmark.measured(benchmark._experiments("ppo", "independent", 2, common))
 
 
 SMALL = ("--env", "CartPole-v1", "--algorithm", "a2c", "--engine", "inline", "--workers", "2")
@@ -246,6 +246,7 @@ def test_every_round_measures_the_limit_too(measured: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_real_round() -> None:
     words = (*SMALL, "--batch", "256", "--updates", "400", "--rounds", "1")
     facts = json.loads(json.dumps(benchmark.measure(options(*words))))

@@ -8,7 +8,8 @@ import async_programs
 import pytest
 import torch
 from answers import answers
-from conftest import PART_ENGINES
+from conftest import ALL_ENGINES
+from second_launch import answers_of
 from torch.distributions import Categorical
 
 import manyhands as mh
@@ -16,7 +17,7 @@ from manyhands import launch
 from manyhands.errors import ConfigError
 
 
-@pytest.mark.parametrize("engine", PART_ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_versions_are_compared_and_set(engine: str) -> None:
     owner, second, third = answers(engine, "weight versions")
     assert [w["first"] for w in (owner, second, third)] == [1, 1, 1]
@@ -27,7 +28,7 @@ def test_versions_are_compared_and_set(engine: str) -> None:
     assert "version 1 is not kept; there are 5, 6, 7" in owner["gone"]
 
 
-@pytest.mark.parametrize("engine", PART_ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_networks_that_differ_are_named(engine: str) -> None:
     main, *others = answers(engine, "other networks")
     assert main == ""
@@ -44,18 +45,18 @@ def test_networks_that_differ_are_named_by_the_gradient_server_too() -> None:
 
 
 def test_an_owner_that_has_left_is_said_so() -> None:
-    said = launch(async_programs.served_by_one_that_left, workers=2, engine="local", timeout=60)
+    said = answers_of("local", "one that left")
     assert "'weights: policy': the worker that serves it has left" in said[1]
     assert "end the script with par.barrier()" in said[1]
 
 
-@pytest.mark.parametrize("engine", PART_ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_whoever_has_room_gets_it(engine: str) -> None:
     """Nobody reads the full channel before the other one has got two."""
     assert answers(engine, "room") == [[0], [1, 2], []]
 
 
-@pytest.mark.parametrize("engine", PART_ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_shared_values(engine: str) -> None:
     told = answers(engine, "values")
     assert {t[0] for t in told} == {150}

@@ -143,7 +143,7 @@ UNGUARDED = GUARDED.replace('if __name__ == "__main__":\n    ', "")
 def run(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "script.py").write_text(text)
     return subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200
     )
 
 
@@ -165,7 +165,7 @@ def test_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
 def test_prompt_is_told_to_use_a_file() -> None:
     code = "import manyhands\ndef f(): pass\nmanyhands.launch(f, workers=2)"
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200
     )
     assert result.returncode == 1
     assert "ConfigError: f was typed at a prompt" in result.stderr

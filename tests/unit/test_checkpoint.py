@@ -358,9 +358,11 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"in use by process {holder.pid}"), RunLock(tmp_path):
             pass
         holder.kill()
-    assert (tmp_path / ".lock").exists()  # stale
-    with RunLock(tmp_path):
-        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+        os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+        assert (tmp_path / ".lock").exists()  # stale
+        # Nobody has waited for it yet: it is still in the list of processes.
+        with RunLock(tmp_path):
+            assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize(

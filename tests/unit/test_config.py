@@ -91,7 +91,8 @@ option_values = st.fixed_dictionaries(
 @given(run=run_values, options=option_values)
 def test_round_trips(run: dict[str, Any], options: dict[str, Any], tmp_path_factory: Any) -> None:
     # What is left open would be replaced by what suits the algorithm.
-    run = {"rollout_length": 7, "normalize_rewards": True, **run}
+    open_ones = {"rollout_length": 7, "normalize_rewards": True, "hidden": (3,)}
+    run = open_ones | {"activation": "relu"} | run
     experiment = Experiment("ppo", RunConfig(**run), Dummy(**options))
     path = tmp_path_factory.getbasetemp() / "round.toml"
     with pytest.MonkeyPatch.context() as patch:
@@ -107,6 +108,8 @@ def test_what_is_left_open_depends_on_the_algorithm() -> None:
     assert build("ppo", env="X", normalize_rewards=False).run.normalize_rewards is False
     assert build("a2c", env="X").run.rollout_length == 8
     assert build("trpo", env="X").run.rollout_length == 256
+    assert build("ppo", env="X").run.hidden == (64, 64)
+    assert build("ppo", env="X").run.activation == "tanh"
 
 
 @pytest.mark.usefixtures("dummy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.numpy import load_file
 
 from manyhands import train, wire
 from manyhands.algorithms.a2c import A2C
-from manyhands.algorithms.options import A2CConfig
+from manyhands.algorithms.registry import A2CConfig
 from manyhands.collect.episodes import EpisodeCollector, EpisodeRollout, Queue
 from manyhands.engines import inline
 from manyhands.engines.attach import attach
@@ -310,27 +311,38 @@ def test_two_workers_train_on_whole_episodes(strategy: str, tmp_path: Path) -> N
     assert policies[0] == policies[1]
 
 
-@pytest.mark.parametrize("strategy", ["gather", "allreduce"])
-@pytest.mark.parametrize("algorithm", ["a2c", "ppo", "trpo"])
-def test_any_number_of_workers_learns_as_one(algorithm: str, strategy: str, tmp_path: Path) -> None:
-    """Whole episodes: the same rows in the same minibatches, so the same weights."""
+def weights_of(folder: Path, algorithm: str, strategy: str, workers: int) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    weights = []
     try:
-        for workers in (1, 2, 3):
-            result = train(
-                algorithm, env="CartPole-v1", strategy=strategy if workers > 1 else "single",
-                engine="inline", workers=workers, seed=4, steps=1800, collect="episodes",
-                batch_steps=500, num_envs=6, hidden=(16,), run_dir=str(tmp_path / str(workers)),
-                quiet=True, tensorboard=False,
-            )  # fmt: skip
-            weights.append(load_file(result.run_dir / "policy.safetensors"))
+        result = train(
+            algorithm, env="CartPole-v1", strategy=strategy, engine="inline", workers=workers,
+            seed=4, steps=1000, collect="episodes", batch_steps=250, num_envs=6, hidden=(16,),
+            run_dir=str(folder / f"{algorithm} {workers}"), quiet=True, tensorboard=False,
+        )  # fmt: skip
     finally:
         torch.set_num_threads(threads)
-    for name, one in weights[0].items():
-        for other in weights[1:]:
-            np.testing.assert_allclose(other[name], one, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert result.summary["updates"] > 2
+    return load_file(result.run_dir / "policy.safetensors")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """algorithm -> what one worker has learned."""
+    folder = tmp_path_factory.mktemp("alone")
+    return functools.cache(lambda algorithm: weights_of(folder, algorithm, "single", 1))
+
+
+@pytest.mark.parametrize("strategy", ["gather", "allreduce"])
+@pytest.mark.parametrize("algorithm", ["a2c", "ppo", "trpo"])
+def test_any_number_of_workers_learns_as_one(
+    algorithm: str, strategy: str, alone: Any, tmp_path: Path
+) -> None:
+    """Whole episodes: the same rows in the same minibatches, so the same weights."""
+    for workers in (2, 3):
+        together = weights_of(tmp_path, algorithm, strategy, workers)
+        for name, one in alone(algorithm).items():
+            np.testing.assert_allclose(together[name], one, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_a_restored_collector_goes_on_as_the_first_would_have() -> None:

@@ -12,7 +12,7 @@ from gymnasium.spaces import Box
 from manyhands.algorithms.base import Alone
 from manyhands.algorithms.ddpg import DDPG
 from manyhands.algorithms.off_policy import ActionNoise
-from manyhands.algorithms.options import DDPGConfig
+from manyhands.algorithms.registry import DDPGConfig
 from manyhands.errors import ConfigError
 from manyhands.networks.q import build_bounded_actor
 from manyhands.streams import EnvNoise

@@ -13,7 +13,7 @@ from gymnasium.spaces import Box, Discrete
 from manyhands.algorithms.base import Alone
 from manyhands.algorithms.dqn import DQN
 from manyhands.algorithms.off_policy import annealed, epsilon_greedy, ladder
-from manyhands.algorithms.options import DQNConfig
+from manyhands.algorithms.registry import DQNConfig
 from manyhands.math import losses
 from manyhands.networks.q import build_q_network
 from manyhands.replay.n_step import NStep

@@ -169,7 +169,7 @@ def test_a_loaded_run_exports_and_runs_without_manyhands(tmp_path: Path) -> None
         "print(graph(torch.tensor([[1.0, 0.0, 0.5]])).item(), 'manyhands' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200
     )
     value, ours = done.stdout.split()
     expected = policy.act(np.array([1.0, 0.0, 0.5], np.float32))

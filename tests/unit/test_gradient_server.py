@@ -9,11 +9,11 @@ from typing import Any
 import async_programs
 import five_workers
 import numpy as np
-import programs
 import pytest
 from five_workers import APPLIED, OLD, Pushes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from suite import suite
 
 from manyhands import launch
 from manyhands.blocks.gradients import Reducer
@@ -108,7 +108,7 @@ def all_told(engine: str, slow: bool) -> list[dict[str, Any]]:
     if engine == "local" and not slow:
         return five_workers.five_workers(engine, slow)
     plan = [case.program(many) for case in APPLIED + OLD if case.slow == slow]
-    return launch(programs.suite, plan, workers=1 + many, engine=engine, timeout=60)
+    return launch(suite, plan, workers=1 + many, engine=engine, timeout=60)
 
 
 def told(engine: str, case: Pushes) -> list[Any]:
@@ -178,7 +178,7 @@ def test_what_died_with_a_worker_is_no_fault_of_the_count(restarts: int) -> None
     records = fake(folder=fake(event=lambda name, **facts: events.append((name, facts))))
     context = fake(group=None, phases=fake(totals=dict), changes=None)
     last = {"actor": 1, "restarts": restarts, "sent": 0, "phases": {}}
-    inbox = fake(drain=list, left={1: last}, lost=1)
+    inbox = fake(drain=list, left={1: last}, lost=1, senders_left=set())
     reducer = Reducer(3)
     reducer.offer(np.ones(2), 0, 0)
     progress = RunProgress(context, records)

@@ -32,7 +32,6 @@ BY_STRATEGY = {"strategies", "bench"}
 # Looked up by name, in modules that are imported by name: who does.
 BY_NAME = {
     "manyhands.bench.*.add_options": "bench/__init__.py",
-    "manyhands.bench.*.measure": "bench/__init__.py",
     "manyhands.bench.*.table": "bench/__init__.py",
     "manyhands.engines.*.attach": "engines/attach.py",
     "manyhands.terminal.Relay.writelines": "whatever the user's program does with sys.stdout",

@@ -13,7 +13,7 @@ import manyhands as mh
 from manyhands import wire
 from manyhands.algorithms.base import Alone
 from manyhands.algorithms.impala import IMPALA, normalised_under
-from manyhands.algorithms.options import IMPALAConfig
+from manyhands.algorithms.registry import IMPALAConfig
 from manyhands.collect.unroll import UnrollCollector, joined
 from manyhands.envs import make_vec
 from manyhands.math.returns import gae

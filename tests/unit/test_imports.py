@@ -38,7 +38,7 @@ def python(*args: str, env: dict[str, str] | None = None) -> subprocess.Complete
         [sys.executable, *args],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         env=os.environ | (env or {}),
     )
 

@@ -221,7 +221,7 @@ def test_fast_actions_have_the_log_probabilities_of_torch(action, hidden):
     np.testing.assert_allclose(logp, whole.numpy(), atol=1e-5)
     np.testing.assert_allclose(values, v.numpy(), atol=1e-6, rtol=1e-5)
     means = parameters[:, : model.policy_out.out_features]
-    np.testing.assert_allclose(mode(model.head, means), likeliest.numpy(), atol=1e-6)
+    np.testing.assert_allclose(mode(model.head, means), likeliest.numpy(), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("action", ACTIONS)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import programs
 import pytest
 import torch
+from answers import answers
 from torch import nn
 
 import manyhands
@@ -183,7 +184,7 @@ def plain(script: str, tmp_path: Path, *args: str) -> subprocess.CompletedProces
     (tmp_path / "script.py").write_text(script)
     env = {k: v for k, v in os.environ.items() if not k.startswith("MANYHANDS_R")}
     command = [sys.executable, *args, str(tmp_path / "script.py")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
 
 
 def test_timer_prints_one_table_at_the_end(tmp_path: Path) -> None:
@@ -207,33 +208,10 @@ def test_plain_script_with_an_unseeded_generator_differs_between_runs(tmp_path: 
     assert plain(script, tmp_path).stdout != plain(script, tmp_path).stdout
 
 
-SEEDED = {"before": 0, "par.seed": 0, "after": 1}  # how, and the warnings that it gets
-
-
-def seeds_alike() -> list[list[str]]:
-    """Seed torch at the wrong or the right place; the warnings of each way."""
-    found = []
-    for how in SEEDED:
-        if how == "before":
-            torch.manual_seed(0)
-        par = Parallel()
-        if how == "after":
-            torch.manual_seed(0)
-        if how == "par.seed":
-            par.seed(0)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            par.sync(nn.Linear(1, 1))
-            par.sync(nn.Linear(1, 1))
-        said = [str(warning.message) for warning in caught]
-        found.append([text for text in said if "same random numbers" in text])
-    return found
-
-
 def test_same_torch_seed_is_warned_of_once() -> None:
-    main, other = launch(seeds_alike, workers=2, engine="local", timeout=30)
-    assert [len(texts) for texts in main] == list(SEEDED.values())
-    assert other == [[], [], []]
+    main, *others = answers("local", "seeds alike")
+    assert [len(texts) for texts in main] == list(programs.SEEDED.values())
+    assert others == [[[], [], []]] * 2
     assert all("par.seed" in text for texts in main for text in texts)
 
 

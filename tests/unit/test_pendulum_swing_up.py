@@ -269,14 +269,14 @@ LATER = "from manyhands import gymnasium_ids as ids; ids.register_with_gymnasium
 )
 def test_id_is_known_in_any_order_and_without_warnings(code: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=200
     )
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 def test_waiting_for_gymnasium_loads_nothing() -> None:
     code = f"{LATER}; import sys; print([m for m in ('gymnasium', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.stdout == "[]\n", done.stderr
 
 

@@ -29,13 +29,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def made(path: Path, returns: list[float], **options: Any) -> Path:
-    """A run's folder with one episode every 10 steps and 2 seconds."""
+def made(path: Path, returns: list[float], length: int = 10, **options: Any) -> Path:
+    """A run's folder with one episode every `length` steps and 2 seconds."""
     with RunFolder(path) as folder:
         folder.open(build("ppo", env=options.pop("env", "CartPole-v1"), **options))
         for i, total in enumerate(returns, 1):
-            folder.episode(10 * i, 0, 0, total, 10, 2.0 * i)
-            folder.metrics({"env_steps": 10 * i, "wall_seconds": 2.0 * i, "entropy": 1.0 / i})
+            folder.episode(length * i, 0, 0, total, length, 2.0 * i)
+            folder.metrics({"env_steps": length * i, "wall_seconds": 2.0 * i, "entropy": 1.0 / i})
     return path
 
 
@@ -157,11 +157,12 @@ def test_text_of_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     import matplotlib
 
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
-    rising = list(np.linspace(0, 500, 2000))
-    folders = [
-        str(made(tmp_path / f"s{s}", rising, seed=s, target_return=475.0, steps=20_000))
-        for s in (1, 2, 3)
-    ]
+    rising = list(np.linspace(0, 500, 400))
+
+    def run(name: str, returns: list[float] = rising, **options: Any) -> str:
+        return str(made(tmp_path / name, returns, 50, steps=20_000, **options))
+
+    folders = [run(f"s{s}", seed=s, target_return=475.0) for s in (1, 2, 3)]
     out = tmp_path / "a.svg"
     assert main(["plot", *folders, "--out", str(out)]) == 0
     text = out.read_text()
@@ -175,15 +176,14 @@ def test_text_of_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "mean of 3 seeds",
     ):
         assert words in text, words
-    again = str(made(tmp_path / "again", rising, seed=3, target_return=475.0, steps=20_000))
+    again = run("again", seed=3, target_return=475.0)
     assert main(["plot", *folders, again, "--out", str(out)]) == 0
     assert "CartPole-v1, 4 runs" in out.read_text()  # three seeds, one of them twice
-    other = str(made(tmp_path / "w2", rising, workers=2, strategy="gather", steps=20_000))
+    other = run("w2", workers=2, strategy="gather")
     assert main(["plot", *folders, other, "--x", "steps", "--out", str(out)]) == 0
     text = out.read_text()
     assert "PPO gather, 2 workers" in text
-    short_one = [*np.linspace(0, 400, 1000)]
-    folders.append(str(made(tmp_path / "early", short_one, seed=4, steps=20_000)))
+    folders.append(run("early", list(np.linspace(0, 400, 200)), seed=4))
     for path in folders:
         (Path(path) / "summary.json").write_text(json.dumps({"solved": True, "exit": "solved"}))
     assert main(["plot", *folders, "--x", "steps", "--out", str(out)]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from typing import Any
@@ -92,7 +93,8 @@ def test_the_view_is_drawn_in_its_place() -> None:
     progress.close()
     progress.say("the end")
     assert screen.lines()[0] == "the start"
-    assert screen.lines()[1].endswith("100%  1,000 steps  return 12.35  0s")
+    # Seconds by the wall clock: more than none where others are at work.
+    assert re.search(r"100%  1,000 steps  return 12\.35  \d+s$", screen.lines()[1])
     assert screen.lines()[2:] == ["the end", ""]
 
 
@@ -420,7 +422,7 @@ def test_rich_is_imported_for_a_terminal_only() -> None:
         "p.say('x'); p.update(5); p.close()\n"
         "assert 'rich' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def test_a_closed_pipe_is_no_reason_to_stop() -> None:

@@ -78,6 +78,18 @@ def report(pendulum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pendulum / "report.html"
 
 
+@pytest.fixture(scope="module")
+def unfinished(pendulum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run that has not ended, and in which a worker has failed."""
+    folder = tmp_path_factory.mktemp("report") / "unfinished"
+    shutil.copytree(pendulum, folder, ignore=shutil.ignore_patterns("summary.json"))
+    with open(folder / "events.jsonl", "a") as file:
+        for kind in ("fault", "restart", "restart"):
+            file.write(json.dumps({"event": kind, "wall_seconds": 1.0, "worker": 0}) + "\n")
+    assert main(["report", str(folder), "--no-video"]) == 0
+    return folder / "report.html"
+
+
 def text_of(path: Path) -> str:
     """What a reader reads, without style and markup."""
     found = re.sub(r"(?s)<style>.*?</style>|<[^>]+>", " ", path.read_text(encoding="utf-8"))
@@ -174,12 +186,8 @@ def test_a_signal_keeps_its_name(tmp_path: Path) -> None:
     assert "Stopped: SIGINT" in text_of(tmp_path / "run" / "report.html")
 
 
-def test_run_that_goes_on(pendulum: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(pendulum, folder)
-    (folder / "summary.json").unlink()
-    assert main(["report", str(folder), "--no-video"]) == 0
-    text = text_of(folder / "report.html")
+def test_run_that_goes_on(unfinished: Path) -> None:
+    text = text_of(unfinished)
     assert "Not finished" in text
     assert "the run is still running, or it was killed" in text
     assert "No film was asked for" in text
@@ -208,14 +216,8 @@ def test_an_environment_that_fails_is_a_sentence(
     assert "How to repeat it" in text
 
 
-def test_restarts_and_faults_of_a_worker(pendulum: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(pendulum, folder)
-    with open(folder / "events.jsonl", "a") as file:
-        for kind in ("fault", "restart", "restart"):
-            file.write(json.dumps({"event": kind, "wall_seconds": 1.0, "worker": 0}) + "\n")
-    assert main(["report", str(folder), "--no-video"]) == 0
-    markup = (folder / "report.html").read_text(encoding="utf-8")
+def test_restarts_and_faults_of_a_worker(unfinished: Path) -> None:
+    markup = unfinished.read_text(encoding="utf-8")
     (workers,) = [t for t in re.findall(r"(?s)<table.*?</table>", markup) if "restarts</th>" in t]
     assert re.findall(r"<td>(.*?)</td>", workers)[-2:] == ["2", "1"]
 

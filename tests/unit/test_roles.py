@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import async_programs
 import pytest
-from conftest import PART_ENGINES_RAY_LATER
+from conftest import SOME_ENGINES_RAY_LATER
 
 from manyhands import launch, roles
 from manyhands.cli import launch as cli
@@ -61,7 +61,7 @@ def test_parts_of_a_training_run() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", PART_ENGINES_RAY_LATER)
+@pytest.mark.parametrize("engine", SOME_ENGINES_RAY_LATER)
 def test_a_role_has_its_own_group(engine: str) -> None:
     told = launch(async_programs.in_roles, roles="actor=2,learner=2", engine=engine, timeout=60)
     assert [t[:3] for t in told] == [

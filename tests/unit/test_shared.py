@@ -10,7 +10,10 @@ import sys
 import numpy as np
 import pytest
 
+from manyhands.engines.base import Roster
+from manyhands.engines.local.transport import LocalTransport
 from manyhands.engines.shared import DONE, FAILED, RUNNING, Board, ResultPool, Segment
+from manyhands.errors import CollectiveError
 
 
 def test_two_openings_see_the_same_bytes() -> None:
@@ -83,6 +86,7 @@ def test_board_tells_what_was_written() -> None:
     assert seen.text(1, "role") == "actor"
     assert seen.text(1, "where") == "train.py:8"
     assert seen.notes(1) == {"service/x": "/tmp/x"}
+    assert (seen.note(1, "service/x"), seen.note(1, "service")) == ("/tmp/x", None)
     assert seen.beat_age(1) < 5
     board.set_state(1, FAILED, "failed:\nValueError: é", code=300, secondary=True)
     assert (seen.state(1), seen.code(1), seen.secondary(1)) == (FAILED, 300, True)
@@ -111,3 +115,12 @@ def test_first_abort_stands() -> None:
 @pytest.mark.parametrize("token", ["elsewhere|/proc/1/fd/3", f"{os.uname().nodename}|/no/such", ""])
 def test_board_out_of_reach_is_none(token: str) -> None:
     assert Board.open(token, 2) is None
+
+
+def test_memory_of_a_worker_that_has_just_died_is_no_fault_of_who_opens_it() -> None:
+    """Killed, and not noticed yet: the error follows from that death, and is not its cause."""
+    roster = Roster(["worker 0 of 2", "worker 1 of 2"])
+    transport = LocalTransport.__new__(LocalTransport)
+    transport.roster, transport._note_now = roster, b'["sum", []]'
+    with pytest.raises(CollectiveError, match="worker 1 of 2 is gone"):
+        transport._reach("/proc/0/fd/3", 1)

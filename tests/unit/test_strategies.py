@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from manyhands.config import RunConfig, build, help_of, validate
 from manyhands.roles import Roles
 from manyhands.strategies.experience import rollout_collector
 from manyhands.strategies.progress import EveryWorker, RunProgress
-from manyhands.strategies.registry import SPECS, default_of
-from manyhands.strategies.spec import OK, StrategySpec
+from manyhands.strategies.registry import OK, SPECS, StrategySpec, default_of
 
 
 def averaged(context: Any, progress: RunProgress) -> None:
@@ -100,7 +100,11 @@ def test_every_row_names_what_is_there(strategy: StrategySpec) -> None:
     assert isinstance(roles, Roles)
     assert roles.size == run.workers
     assert strategy.restarts == "" or roles.ranks(strategy.restarts)
-    assert not (strategy.synchronous and strategy.restarts)  # all would wait for it
+    if strategy.synchronous and strategy.restarts:  # all wait for it, unless they are asked not to
+        asked = replace(run, on_worker_failure="restart")
+        assert not run.elastic
+        assert asked.elastic
+        assert asked.actors == run.actors - 1  # what an environment does cannot hurt the learner
     assert strategy.batch(run) >= 1
 
 

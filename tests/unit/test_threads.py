@@ -87,6 +87,7 @@ def test_who_has_said_how_many_gets_them(tmp_path: object) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_inline_takes_the_processor_time_of_local(tmp_path: object) -> None:
     code = """
         import sys

@@ -13,6 +13,7 @@ import pytest
 from gymnasium import spaces
 
 from manyhands import support
+from manyhands.algorithms.registry import SPECS
 from manyhands.config import Experiment, build, validate
 from manyhands.errors import ConfigError, install
 from manyhands.experiment.folder import RunFolder
@@ -62,7 +63,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("engine", support.ENGINES)
 def test_the_defaults_are_right(algorithm: str, workers: int, engine: str) -> None:
     spread: dict[str, Any] = {} if workers == 1 else {"num_envs": 12}  # for four, or three actors
-    spread |= {"env": "Pendulum-v1"} if algorithm == "ddpg" else {}
+    spread |= {"env": "Pendulum-v1"} if SPECS[algorithm].actions == "bounded" else {}
     strategy = build(algorithm, env="CartPole-v1", workers=workers).strategy
     if support.on_engine(strategy, engine) == support.OK:
         assert faults(algorithm, workers=workers, engine=engine, **spread) == []
@@ -205,3 +206,13 @@ def test_no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert faults(device="cuda") == ["device=cuda, but torch finds no GPU here; type: --device cpu"]
     assert faults(device="auto") == []
+
+
+def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHANDS_SIMULATED_GPUS", "2")
+    monkeypatch.setenv("MANYHANDS_GPUS", "4")
+    (fault,) = faults(device="cuda")
+    assert fault.startswith("MANYHANDS_GPUS=4, but this machine has 2")
+    assert faults(device="cpu") == []
+    monkeypatch.setenv("MANYHANDS_GPUS", "2")
+    assert faults(device="cuda") == []

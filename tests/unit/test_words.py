@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,11 @@ BANNED = re.compile(rf"\b(?:{FORMS}|{'|'.join(PHRASES)})\b", re.IGNORECASE)
 ALLOWED = re.compile(rf"(?<!\w)(?:{'|'.join(ORDINARY)})(?!\w)", re.IGNORECASE)
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def hits(text: str) -> list[str]:
     """Each with the words around it."""
     text = " ".join(text.split())
@@ -100,6 +106,7 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
             yield node.lineno, node.attr, False
 
 
+@cache
 def parts(name: str) -> list[str]:
     """`RunFolder.left_over` -> run, folder, left, over."""
     return [part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
@@ -107,8 +114,7 @@ def parts(name: str) -> list[str]:
 
 @pytest.mark.parametrize("path", CODE, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_sentences_of_the_source(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    found = [(line, hit) for line, text in sentences(tree) for hit in hits(text)]
+    found = [(line, hit) for line, text in sentences(tree_of(path)) for hit in hits(text)]
     assert not found, "\n".join(f"{path.relative_to(ROOT)}:{line}: {hit}" for line, hit in found)
 
 
@@ -122,8 +128,7 @@ def test_names_of_the_source() -> None:
     found = []
     for path in CODE:
         where = path.relative_to(ROOT)
-        tree = ast.parse(path.read_text())
-        for line, name, thing in [(1, path.stem, True), *names(tree)]:
+        for line, name, thing in {(1, path.stem, True), *names(tree_of(path))}:
             banned = {*METAPHORS, "hands", "lives", "mend", "mended"}
             banned |= set(NOT_NAMES) if thing else set()
             if name in OTHERS_NAMES or VERBS.match(name):

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from manyhands import seeding, trees
+from manyhands import devices, seeding, trees
 from manyhands.collect.rollout import Rollout, rows_of
-from manyhands.errors import WorkerError
+from manyhands.errors import ConfigError
 from manyhands.math import losses
-from manyhands.math.optimiser import Adam, clip_by_norm_
+from manyhands.math.optimiser import Adam, check_gradient, clip_by_norm_, make_schedule
 from manyhands.math.returns import gae
 from manyhands.networks.build import (
     ActorCritic,
@@ -32,7 +32,13 @@ from manyhands.networks.build import (
 )
 from manyhands.networks.flat import FlatParameters
 from manyhands.networks.numpy_distributions import for_head, sample
-from manyhands.networks.numpy_mlp import FastActor, FastGradient, can_act, can_learn
+from manyhands.networks.numpy_mlp import (
+    FastActor,
+    FastGradient,
+    FastValueGradient,
+    can_act,
+    can_learn,
+)
 from manyhands.trees import Array, take
 from manyhands.types import Acted, Actor, Batch, Info, Obs
 
@@ -168,35 +174,42 @@ class Algorithm(ABC):
         lr: float,
         max_grad_norm: float,
         stop: Callable[[Info], bool] = lambda info: False,
+        fit: ValueFit | None = None,
     ) -> Info:
-        """Epochs of minibatch steps. `minibatch` counts rows of all workers; 0 means all."""
+        """Epochs of minibatch steps. `minibatch` counts rows of all workers; 0 means all.
+
+        With `fit` the value learns by itself; else the algorithm's own gradient is followed.
+        """
+        mover = fit or self
         here = len(batch["target"])
         first, total = across.place(here)
         length = batch["target"].shape[1] if self.recurrent else 1  # rows of one sequence
         size = min(max(1, minibatch // length) if minibatch else total, total)
-        totals = np.zeros(len(self.stats))
+        totals = np.zeros(len(mover.stats))
         seen = steps = 0
         norm = 0.0
         info: Info = {}
         for _ in range(epochs):
             for rows, sequences in self._minibatches(first, here, total, size):
                 count = sequences * length
-                local = self.gradient(batch if rows is None else take(batch, rows), count)
-                grad, sums = self._seam(across, local)
-                norm = self.apply(grad, lr, max_grad_norm)
+                local = mover.gradient(batch if rows is None else take(batch, rows), count)
+                grad, sums = self._seam(across, local, mover.moved)
+                norm = mover.apply(grad, lr, max_grad_norm)
                 totals += sums
                 seen, steps = seen + count, steps + 1
-                info = dict(zip(self.stats, (sums / count).tolist(), strict=True))
+                info = dict(zip(mover.stats, (sums / count).tolist(), strict=True))
                 if stop(info):
                     break
             if stop(info):
                 break
-        report = dict(zip(self.stats, (totals / max(seen, 1)).tolist(), strict=True))
+        report = dict(zip(mover.stats, (totals / max(seen, 1)).tolist(), strict=True))
         return report | {"grad_norm": norm, "learning_rate": lr, "gradient_steps": float(steps)}
 
-    def _seam(self, across: Across, stats: list[float]) -> tuple[torch.Tensor, Array]:
+    def _seam(
+        self, across: Across, stats: list[float], moved: slice | None = None
+    ) -> tuple[torch.Tensor, Array]:
         """Gradient and reported sums of all workers, in one message."""
-        grad = self.flat.grad[self.moved]
+        grad = self.flat.grad[moved or self.moved]
         if isinstance(across, Alone):
             return grad, np.asarray(stats)
         n = grad.numel()
@@ -210,14 +223,7 @@ class Algorithm(ABC):
 
     def apply(self, grad: torch.Tensor, lr: float, max_grad_norm: float) -> float:
         """One step of Adam on the gradient of all workers."""
-        norm = clip_by_norm_(grad, max_grad_norm)
-        if not np.isfinite(norm):
-            raise WorkerError(
-                f"the gradient of update {self.version + 1} is not finite; the weights are those "
-                "of the update before. A smaller learning rate or --normalize-rewards may help"
-            )
-        self.adam.step(grad, lr=lr)
-        return norm
+        return _step(self.adam, grad, lr, max_grad_norm, self.version + 1)
 
     def _minibatches(
         self, first: int, here: int, total: int, size: int
@@ -256,6 +262,66 @@ class Algorithm(ABC):
         self.version = int(state["version"])
 
 
+class ValueFit:
+    """The value network by itself: the gradient of its squared error, and Adam on its parameters.
+
+    L = Σ w (V − R)² / rows          w: 1, or 0 for rows that do not count
+    """
+
+    stats = ("value_loss",)
+    columns: tuple[str, ...] = ("obs", "target")
+
+    def __init__(self, algorithm: Algorithm, adam: Adam | None = None) -> None:
+        self._algorithm, model, flat = algorithm, algorithm.model, algorithm.flat
+        self.moved = slice(value_from(model), None)
+        self.adam = adam or Adam(flat.data[self.moved], lr=0.0, eps=algorithm.options.adam_epsilon)
+        if algorithm.recurrent:
+            self.columns += ("state", "first", "weight")
+        self.fast = FastValueGradient(model, flat) if can_learn(model) else None
+
+    def gradient(self, rows: Batch, count: int) -> list[float]:
+        """Put it into the value's part of `flat.grad`; the sum of squares to report."""
+        own = self._algorithm
+        if len(rows["target"]) == 0:
+            own.flat.grad.zero_()
+            return [0.0]
+        if self.fast is not None:
+            values = self.fast.forward(rows["obs"])
+            total, slope = losses.squares_slope(values, rows["target"])
+            self.fast.backward(slope * (1.0 / count))
+            return [total]
+        own.flat.zero_grad()
+        there = {k: to_tensor(v, own.device) for k, v in rows.items()}
+        if own.recurrent:
+            _, found, there = forward(own.model, there)
+        else:
+            found = own.model.value(there["obs"])
+        squares = losses.squares(found, there["target"], there.get("weight"))
+        (squares / count).backward()  # type: ignore[no-untyped-call]
+        return [squares.item()]
+
+    def apply(self, grad: torch.Tensor, lr: float, max_grad_norm: float) -> float:
+        return _step(self.adam, grad, lr, max_grad_norm, self._algorithm.version + 1)
+
+
+def value_from(model: ActorCritic) -> int:
+    """Where the value network begins in the flat parameters: at their end, in our own networks."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    own = {id(p) for p in model.value_parameters()}
+    first = len(parameters) - len(own)
+    if {id(p) for p in parameters[first:]} != own:
+        return 0  # another order: the policy's gradient is zero, and it stays where it is
+    return sum(p.numel() for p in parameters[:first])
+
+
+def _step(adam: Adam, grad: torch.Tensor, lr: float, max_grad_norm: float, update: int) -> float:
+    """Clip and move; the norm that the gradient had."""
+    norm = clip_by_norm_(grad, max_grad_norm)
+    check_gradient(norm, update)
+    adam.step(grad, lr=lr)
+    return norm
+
+
 class PolicyGradient(Algorithm):
     """A loss of the policy's own, beside the value's and the entropy's, which are alike for all:
 
@@ -266,18 +332,67 @@ class PolicyGradient(Algorithm):
     """
 
     stats: tuple[str, ...] = ("policy_loss", "value_loss", "entropy")
+    on_device = False  # whether its update is epochs of minibatches and no more (on_device.py)
 
     def __init__(self, model: ActorCritic, options: Any, **kwargs: Any) -> None:
         super().__init__(model, options, **kwargs)
+        self.critic = self._own_critic()
         written = type(self).policy_slope is not PolicyGradient.policy_slope
         self.fast = FastGradient(model, self.flat) if written and can_learn(model) else None
         self.density = for_head(model.head) if self.fast is not None else None
 
+    def _own_critic(self) -> ValueFit | None:
+        """The critic's own passes, where it has any; gradient steps then move the policy alone."""
+        o = self.options
+        if not (getattr(o, "critic_learning_rate", 0) or getattr(o, "critic_epochs", 0)):
+            return None
+        first = 0 if self.model.shared else value_from(self.model)
+        if first == 0:
+            raise ConfigError(
+                "critic_learning_rate and critic_epochs need a value network of its own, behind "
+                "the policy's; this network has parts that serve both, or another order"
+            )
+        self.moved = slice(0, first)
+        self.adam = Adam(self.flat.data[self.moved], lr=0.0, eps=o.adam_epsilon)
+        return ValueFit(self)
+
+    def fit_value(
+        self, batch: Batch, across: Across, progress: float, *, epochs: int, minibatch: int
+    ) -> Info:
+        """The critic's own passes over the batch, after the policy's; nothing where it has none."""
+        o = self.options
+        if self.critic is None:
+            return {}
+        rate = make_schedule(o.critic_learning_rate or o.learning_rate)(progress)
+        info = self.descend(
+            {name: batch[name] for name in self.critic.columns},
+            across,
+            epochs=o.critic_epochs or epochs,
+            minibatch=minibatch,
+            lr=rate,
+            max_grad_norm=o.max_grad_norm,
+            fit=self.critic,
+        )
+        return {"value_loss": info["value_loss"], "critic_learning_rate": rate}
+
+    @property
+    def value_weight(self) -> float:
+        """Of the value's loss beside the policy's; its own passes have it all."""
+        return float(self.options.value_weight) if self.critic is None else 0.0
+
+    def state(self) -> dict[str, Any]:
+        own = {} if self.critic is None else {"critic": self.critic.adam.state()}
+        return super().state() | own
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        if self.critic is not None:
+            self.critic.adam.load_state(state["critic"])
+
     @abstractmethod
-    def policy_loss(
-        self, parameters: torch.Tensor, rows: Batch
-    ) -> tuple[torch.Tensor, list[float]]:
-        """(sum over rows, further sums to report) in torch: autograd does the rest."""
+    def policy_loss(self, parameters: torch.Tensor, rows: Batch) -> tuple[torch.Tensor, list[Any]]:
+        """(sum over rows, further sums to report, as numbers or tensors of one number) in torch:
+        autograd does the rest."""
 
     def policy_slope(self, logp: Array, rows: Batch) -> tuple[float, Array, list[float]]:
         """(the same sum, its derivative by each log-probability, the same further sums) in numpy.
@@ -293,8 +408,9 @@ class PolicyGradient(Algorithm):
             seen = self.see(rows)
             return self.backward(*seen, rows, count)
         self.flat.zero_grad()
-        on_device = {k: to_tensor(v, self.device) for k, v in rows.items()}
-        return self.autograd(*forward(self.model, on_device), count)
+        with devices.said_what_fits(self.device, rows["target"].size, self.options):
+            on_device = {k: to_tensor(v, self.device) for k, v in rows.items()}
+            return self.autograd(*forward(self.model, on_device), count)
 
     def see(self, rows: Batch) -> tuple[Array, Array, Any, Array]:
         """(log-probabilities, entropies, what pulls their slopes back to the network, values)."""
@@ -313,7 +429,7 @@ class PolicyGradient(Algorithm):
         value, d_value = losses.squares_slope(values, rows["target"], weight)
         d_entropy = -o.entropy_weight if weight is None else -o.entropy_weight * weight
         self.fast.backward(
-            pull(d_logp / count, d_entropy / count), o.value_weight * d_value / count
+            pull(d_logp / count, d_entropy / count), self.value_weight * d_value / count
         )
         total = entropy.sum() if weight is None else np.dot(entropy, weight)
         return [policy, value, float(total), *more]
@@ -322,14 +438,21 @@ class PolicyGradient(Algorithm):
         self, parameters: torch.Tensor, values: torch.Tensor, rows: Batch, count: int
     ) -> list[float]:
         """The gradient by torch."""
+        total, sums = self.loss(parameters, values, rows)
+        (total / count).backward()  # type: ignore[no-untyped-call]
+        return [x.item() if isinstance(x, torch.Tensor) else float(x) for x in sums]
+
+    def loss(
+        self, parameters: torch.Tensor, values: torch.Tensor, rows: Batch
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """(the loss, what is reported of it) in torch, both sums over rows."""
         o, weight = self.options, rows.get("weight")
         policy, more = self.policy_loss(parameters, rows)
         value = losses.squares(values, rows["target"], weight)
         entropies = self.model.head.entropy(parameters)
         entropy = entropies.sum() if weight is None else (entropies * weight).sum()
-        total = policy + o.value_weight * value - o.entropy_weight * entropy
-        (total / count).backward()
-        return [policy.item(), value.item(), entropy.item(), *more]
+        total = policy + self.value_weight * value - o.entropy_weight * entropy
+        return total, [policy, value, entropy, *more]
 
 
 def forward(model: Any, rows: Batch) -> tuple[torch.Tensor, torch.Tensor, Batch]:

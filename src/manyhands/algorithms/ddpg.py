@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from manyhands.algorithms.off_policy import ActionNoise, OffPolicy
-from manyhands.algorithms.options import DDPGConfig
+from manyhands.algorithms.registry import DDPGConfig
 from manyhands.math import losses
 from manyhands.math.optimiser import Adam, make_schedule
 from manyhands.networks.build import to_tensor
@@ -170,7 +170,7 @@ class FastBounded:
 class Noisy:
     """μ(s) + noise, within the bounds; any action at all until learning starts."""
 
-    def __init__(self, ddpg: DDPG, chance: EnvNoise, first: int, here: int, total: int) -> None:
+    def __init__(self, ddpg: Any, chance: EnvNoise, first: int, here: int, total: int) -> None:
         o, out = ddpg.options, ddpg.model.policy_out
         i = np.arange(first, first + here)
         self.scales = o.noise * o.noise_spread ** (i / max(total - 1, 1))

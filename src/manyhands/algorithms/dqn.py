@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from manyhands.algorithms.off_policy import OffPolicy, annealed, epsilon_greedy, ladder
-from manyhands.algorithms.options import DQNConfig
+from manyhands.algorithms.registry import DQNConfig
 from manyhands.math import losses
 from manyhands.math.optimiser import make_schedule
 from manyhands.networks.build import to_tensor

@@ -20,7 +20,7 @@ import torch
 
 from manyhands import trees
 from manyhands.algorithms.base import Across, Alone, PolicyGradient
-from manyhands.algorithms.options import IMPALAConfig
+from manyhands.algorithms.registry import IMPALAConfig
 from manyhands.collect.rollout import Rollout
 from manyhands.collect.unroll import Unroll
 from manyhands.math import losses
@@ -146,12 +146,10 @@ class IMPALA(PolicyGradient):
         loss, slope = losses.policy_gradient_slope(logp, rows["advantage"])
         return loss, slope, [float(np.dot(rows["rho"], rows["weight"]))]
 
-    def policy_loss(
-        self, parameters: torch.Tensor, rows: Batch
-    ) -> tuple[torch.Tensor, list[float]]:
+    def policy_loss(self, parameters: torch.Tensor, rows: Batch) -> tuple[torch.Tensor, list[Any]]:
         logp = self.model.head.log_prob(parameters, rows["action"])
         loss = losses.policy_gradient(logp, rows["advantage"])
-        return loss, [(rows["rho"] * rows["weight"]).sum().item()]
+        return loss, [(rows["rho"] * rows["weight"]).sum()]
 
 
 def normalised_under(rho: Array, advantage: Array, across: Across) -> Array:

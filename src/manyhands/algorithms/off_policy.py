@@ -1,4 +1,4 @@
-"""What DQN and DDPG have in common: a target network, rows from a replay, the seam.
+"""What learning from a replay takes, whatever the algorithm: a target network, rows, the seam.
 
     rows     obs, action, reward, next_obs, discount, weight       n-step, from replay/n_step.py
              reward = r_t + γ r_t+1 + …;  discount = γ^k, or 0 where the episode terminated
@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 from manyhands.algorithms.base import Across, Algorithm, Alone
-from manyhands.errors import ConfigError, WorkerError
-from manyhands.math.optimiser import Adam, clip_by_norm_
+from manyhands.errors import ConfigError
+from manyhands.math.optimiser import Adam, check_gradient, clip_by_norm_
+from manyhands.networks.build import to_tensor
 from manyhands.networks.flat import FlatParameters
 from manyhands.networks.q import is_plain
 from manyhands.streams import EnvNoise
@@ -32,6 +33,7 @@ from manyhands.trees import Array
 from manyhands.types import Batch, Info, Obs
 
 NO_ERRORS = np.zeros(0, np.float32)
+NOISE = "noise"  # column of a batch: the draws that its loss takes, [N, draws]
 
 
 class Explorer(Protocol):
@@ -58,8 +60,9 @@ class Explorer(Protocol):
 class OffPolicy(Algorithm):
     """One network with its target, and a step on rows that any policy has collected."""
 
-    model: Any  # a QNetwork or a BoundedActor, or what the user has in place of them
+    model: Any  # a QNetwork, a BoundedActor or a TwinActor, or what the user has in their place
     target: Any
+    draws = 0  # normal numbers that the loss of one row takes; the same whoever holds the row
 
     def __init__(self, model: Any, options: Any, **kwargs: Any) -> None:
         super().__init__(model, options, **kwargs)
@@ -99,6 +102,10 @@ class OffPolicy(Algorithm):
     def update(self, batch: Batch, across: Across, progress: float) -> Info:
         """One gradient step; afterwards `errors` are the new priorities of these rows."""
         rows = len(batch["reward"])
+        if self.draws:
+            first, total = across.place(rows)
+            noise = self.rng.standard_normal((total, self.draws), dtype=np.float32)
+            batch = {**batch, NOISE: noise[first : first + rows]}
         sums = self.gradient(batch, 1)
         grad, means = self.seam(across, self.flat.grad, sums, rows)
         info = dict(zip(self.stats, means.tolist(), strict=True)) | self.move(grad, progress)
@@ -145,11 +152,7 @@ class OffPolicy(Algorithm):
     def descend_on(self, adam: Adam, grad: torch.Tensor, lr: float) -> float:
         """Clip, check, one step of an optimiser; the norm before clipping."""
         norm = clip_by_norm_(grad, self.options.max_grad_norm)
-        if not np.isfinite(norm):
-            raise WorkerError(
-                f"the gradient of update {self.version + 1} is not finite; the weights are those "
-                "of the update before. A smaller learning rate or --normalize-rewards may help"
-            )
+        check_gradient(norm, self.version + 1)
         adam.step(grad, lr=lr)
         return norm
 
@@ -161,6 +164,14 @@ class OffPolicy(Algorithm):
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
         self.target_flat.data.copy_(state["target"])
+
+
+@torch.no_grad()
+def errors_of_both(learner: OffPolicy, rows: Batch, own_target: bool) -> Array:
+    """Mean of |δ_1| and |δ_2| of two critics (a TwinActor), without learning."""
+    there = to_tensor({k: rows[k] for k in ("obs", "action")}, learner.device)
+    q = learner.model.q(there["obs"], learner.model.unit(there["action"])).cpu().numpy()
+    return np.asarray(np.abs(q - learner.targets(rows, own_target=own_target)).mean(0))
 
 
 # -- exploration -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
     A = GAE(r, V, γ, λ), normalised over the rows of all workers
     for epoch, minibatch:  L = −min(ρ A, clip(ρ, 1±ε) A) + c_v (V − R)² − c_e H,   ρ = π / π_old
     stop the update when KL(π_old || π) passes its limit
+    with `--critic-epochs` or `--critic-learning-rate`: V in passes of its own, after the policy's
 
 Differs from the paper: the value loss is not clipped; advantages are normalised once a batch, not
 once a minibatch, so that they do not depend on how rows are shared out; all workers stop alike.
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from manyhands.algorithms.base import Across, PolicyGradient, explained_variance, normalised
-from manyhands.algorithms.options import PPOConfig
+from manyhands.algorithms.registry import PPOConfig
 from manyhands.math import losses
 from manyhands.math.optimiser import make_schedule
 from manyhands.trees import Array
@@ -27,6 +28,7 @@ from manyhands.types import Batch, Info
 class PPO(PolicyGradient):
     name = "ppo"
     stats = (*PolicyGradient.stats, "kl", "clip_fraction")
+    on_device = True
     options: PPOConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,6 +60,7 @@ class PPO(PolicyGradient):
                 self.kl_weight, info["kl"], target=o.target_kl or 0.01
             )
             info["kl_weight"] = self.kl_weight
+        info |= self.fit_value(batch, across, progress, epochs=o.epochs, minibatch=o.minibatch)
         self.version += 1
         return info | {"explained_variance": fit}
 
@@ -67,17 +70,15 @@ class PPO(PolicyGradient):
         )
         return found.loss, slope, [found.kl, found.clipped]
 
-    def policy_loss(
-        self, parameters: torch.Tensor, rows: Batch
-    ) -> tuple[torch.Tensor, list[float]]:
+    def policy_loss(self, parameters: torch.Tensor, rows: Batch) -> tuple[torch.Tensor, list[Any]]:
         o, head = self.options, self.model.head
         logp = head.log_prob(parameters, rows["action"])
         found = losses.clipped_surrogate(logp, rows["logp"], rows["advantage"], o.clip)
         if not o.kl_penalty:
-            return found.loss, [found.kl.item(), float(found.clipped)]
+            return found.loss, [found.kl, found.clipped]
         kl = head.kl(rows["parameters"], parameters) * rows.get("weight", 1.0)
         loss = losses.penalised_surrogate(logp, rows["logp"], rows["advantage"], kl, self.kl_weight)
-        return loss, [kl.sum().item(), float(found.clipped)]
+        return loss, [kl.detach().sum(), found.clipped]
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"kl_weight": self.kl_weight}

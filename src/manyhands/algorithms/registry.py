@@ -1,6 +1,7 @@
 """The algorithms, as data: what everything asks that runs before torch is loaded.
 
-One row an algorithm: the command line, its help, the checks, the table of what runs with what, the
+The options of each, frozen dataclasses with the line under each field its help; then one row an
+algorithm: the command line, its help, the checks, the table of what runs with what, the
 docs and the workers all read it. An algorithm of your own is the same row in a module of your own,
 and `manyhands train package.module:NAME` takes it (examples/own_algorithm.py).
 
@@ -14,19 +15,252 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from manyhands.algorithms.options import (
-    A2CConfig,
-    DDPGConfig,
-    DQNConfig,
-    IMPALAConfig,
-    PPOConfig,
-    TRPOConfig,
-)
 from manyhands.errors import ConfigError
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class A2CConfig:
+    ROLLOUT_LENGTH: ClassVar[int] = 8
+    NORMALIZE_REWARDS: ClassVar[bool] = True
+
+    learning_rate: float | str = "linear:2e-3"
+    """Step size; a number, or a schedule over the run such as linear:2e-3 (down to 0)."""
+    gamma: float = 0.99
+    """Discount."""
+    gae_lambda: float = 1.0
+    """Trade between bias (0) and variance (1) of the advantages; 1 gives n-step returns."""
+    value_weight: float = 0.5
+    """Weight of the value loss."""
+    critic_learning_rate: float | str = 0.0
+    """Step size of the critic, which then learns in passes of its own; 0: as the policy."""
+    critic_epochs: int = 0
+    """Passes over each batch for the critic alone, after the policy's; 0: learns beside it."""
+    entropy_weight: float = 0.0
+    """Weight of the entropy bonus; more keeps exploring for longer."""
+    max_grad_norm: float = 0.5
+    """Gradients with a larger norm than this are scaled down to it."""
+    normalize_advantages: bool = True
+    """Advantages with mean 0 and deviation 1 over the rows of all workers."""
+    adam_epsilon: float = 1e-5
+    """Adam's epsilon."""
+    lstm: int = 0
+    """Units of an LSTM behind the hidden layers, for tasks that need a memory; 0: none."""
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    ROLLOUT_LENGTH: ClassVar[int] = 256
+    NORMALIZE_REWARDS: ClassVar[bool] = True
+
+    learning_rate: float | str = "linear:1e-3"
+    """Step size; a number, or a schedule over the run such as linear:1e-3 (down to 0)."""
+    gamma: float = 0.99
+    """Discount."""
+    gae_lambda: float = 0.95
+    """Trade between bias (0) and variance (1) of the advantages."""
+    epochs: int = 10
+    """Passes over each batch."""
+    minibatch: int = 256
+    """Rows of one gradient step, of all workers together."""
+    clip: float = 0.2
+    """How far the probability ratio may go from 1 before its gradient stops."""
+    value_weight: float = 0.5
+    """Weight of the value loss."""
+    critic_learning_rate: float | str = 0.0
+    """Step size of the critic, which then learns in passes of its own; 0: as the policy."""
+    critic_epochs: int = 0
+    """Passes over each batch for the critic alone, after the policy's; 0: learns beside it."""
+    entropy_weight: float = 0.0
+    """Weight of the entropy bonus; more keeps exploring for longer."""
+    max_grad_norm: float = 0.5
+    """Gradients with a larger norm than this are scaled down to it."""
+    target_kl: float = 0.0
+    """Stop an update once the KL of a minibatch is above 1.5 times this; 0 never stops."""
+    kl_penalty: bool = False
+    """Penalise KL with an adaptive weight instead of clipping; target_kl is then the aim."""
+    normalize_advantages: bool = True
+    """Advantages with mean 0 and deviation 1 over the rows of all workers."""
+    adam_epsilon: float = 1e-5
+    """Adam's epsilon."""
+    lstm: int = 0
+    """Units of an LSTM behind the hidden layers, for tasks that need a memory; 0: none."""
+
+
+@dataclass(frozen=True)
+class TRPOConfig:
+    ROLLOUT_LENGTH: ClassVar[int] = 256
+    NORMALIZE_REWARDS: ClassVar[bool] = True
+
+    max_kl: float = 0.01
+    """Radius of the trust region: KL between the policies before and after an update."""
+    gamma: float = 0.99
+    """Discount."""
+    gae_lambda: float = 0.97
+    """Trade between bias (0) and variance (1) of the advantages."""
+    cg_iterations: int = 10
+    """Steps of conjugate gradient."""
+    cg_damping: float = 0.1
+    """Added to the diagonal of the Fisher matrix."""
+    fisher_every: int = 5
+    """Fisher products use every k-th row only."""
+    line_search_tries: int = 10
+    """Halvings of the step before it is given up."""
+    value_learning_rate: float | str = 1e-3
+    """Step size of the value function."""
+    value_epochs: int = 10
+    """Passes of the value function over each batch."""
+    value_minibatch: int = 512
+    """Rows of one step of the value function, of all workers together."""
+    normalize_advantages: bool = True
+    """Advantages with mean 0 and deviation 1 over the rows of all workers."""
+    adam_epsilon: float = 1e-5
+    """Epsilon of the value function's Adam."""
+    lstm: int = 0
+    """Units of an LSTM behind the hidden layers, for tasks that need a memory; 0: none."""
+
+
+@dataclass(frozen=True)
+class IMPALAConfig:
+    ROLLOUT_LENGTH: ClassVar[int] = 40
+    NORMALIZE_REWARDS: ClassVar[bool] = True
+
+    learning_rate: float | str = "linear:2e-3"
+    """Step size; a number, or a schedule over the run such as linear:2e-3 (down to 0)."""
+    gamma: float = 0.99
+    """Discount."""
+    vtrace_lambda: float = 1.0
+    """Lambda of V-trace: below 1, value targets look less far ahead."""
+    rho_bar: float = 1.0
+    """Importance weights of value targets and advantages are cut to this."""
+    c_bar: float = 1.0
+    """Importance weights by which corrections travel back in time are cut to this."""
+    clip: float = 0.0
+    """As in PPO, for a replay: a row no longer counts once its action has become more likely, or
+    less, by more than this share, where the gradient points that way. 0: all rows count."""
+    value_weight: float = 0.5
+    """Weight of the value loss."""
+    entropy_weight: float = 0.0
+    """Weight of the entropy bonus; more keeps exploring for longer."""
+    max_grad_norm: float = 0.5
+    """Gradients with a larger norm than this are scaled down to it."""
+    normalize_advantages: bool = False
+    """Advantages with mean 0 and deviation 1 over the rows of all learners."""
+    adam_epsilon: float = 1e-5
+    """Adam's epsilon."""
+    lstm: int = 0
+    """Units of an LSTM behind the hidden layers, for tasks that need a memory; 0: none."""
+    replay: int = 0
+    """Recent unrolls that each learner keeps to learn from again; 0: each is used once."""
+    replay_share: float = 0.5
+    """With replay: how much of a batch, from 0 to 1, comes from there."""
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """What every algorithm that learns from a replay is set by."""
+
+    ROLLOUT_LENGTH: ClassVar[int] = 32  # steps of each environment between two records of metrics
+
+    learning_rate: float | str = 1e-3
+    """Step size of the Q function; a number, or a schedule over the run such as linear:1e-3."""
+    gamma: float = 0.99
+    """Discount."""
+    n_step: int = 3
+    """Rewards that are added up before the target network is asked."""
+    batch_size: int = 64
+    """Rows of one gradient step, of all learners together."""
+    replay_size: int = 50_000
+    """Transitions that are kept, of all actors together."""
+    learning_starts: int = 1_000
+    """Transitions that must be there before the first gradient step."""
+    updates_per_step: float = 0.5
+    """Gradient steps for each environment step. With apex it is held within bounds: a learner or
+    actors that are too fast for each other wait."""
+    prioritized: bool = True
+    """Draw transitions in proportion to their TD error, instead of all alike."""
+    priority_alpha: float = 0.6
+    """How much the TD error counts for the draw; 0 is uniform."""
+    priority_epsilon: float = 0.01
+    """Added to every TD error, so that every transition can still be drawn."""
+    beta: float | str = "linear:0.4:1"
+    """How far importance weights correct for the uneven draw, from 0 to 1; a number or a
+    schedule."""
+    target_every: int = 0
+    """Gradient steps between copies to the target network; 0: it moves a little after each, by
+    target_tau."""
+    target_tau: float = 0.005
+    """How far the target network moves towards the network after each gradient step."""
+    huber: float = 1.0
+    """TD errors count quadratically up to this, linearly beyond; 0: quadratically always."""
+    max_grad_norm: float = 10.0
+    """Gradients with a larger norm than this are scaled down to it."""
+    adam_epsilon: float = 1e-5
+    """Adam's epsilon."""
+    checkpoint_replay: bool = False
+    """Save the replay with every checkpoint: a resumed run then continues exactly. Without it, a
+    new replay is filled first."""
+    pull_every: int = 16
+    """With apex: steps of each environment between two looks for newer weights."""
+    prefetch: int = 2
+    """With apex: batches that are put together while the learner learns; none where actors and
+    learner take turns (inline; local with one actor)."""
+    lost_shard: Literal["keep", "drop"] = "keep"
+    """With apex: what becomes of the transitions of an actor that was lost."""
+
+
+@dataclass(frozen=True)
+class DQNConfig(ReplayConfig):
+    learning_rate: float | str = "linear:1e-3"
+    """Step size; a number, or a schedule over the run such as linear:1e-3 (down to 0)."""
+    batch_size: int = 128
+    """Rows of one gradient step, of all learners together."""
+    target_every: int = 200
+    """Gradient steps between copies to the target network; 0: it moves a little after each, by
+    target_tau."""
+    max_grad_norm: float = 1.0
+    """Gradients with a larger norm than this are scaled down to it."""
+    double: bool = True
+    """The network chooses the next action and the target network values it."""
+    dueling: bool = False
+    """The network gives the value of a state and the advantage of each action apart."""
+    epsilon: float = 1.0
+    """Probability of a random action at the start; with several environments, in the first one."""
+    epsilon_final: float = 0.02
+    """The same, once epsilon_steps have been made."""
+    epsilon_steps: int = 10_000
+    """Environment steps over which it falls, in a straight line."""
+    ladder_alpha: float = 7.0
+    """Environment i of N explores with epsilon ** (1 + ladder_alpha * i / (N - 1)); 0: all
+    alike."""
+
+
+@dataclass(frozen=True)
+class DDPGConfig(ReplayConfig):
+    huber: float = 0.0
+    """TD errors count quadratically up to this, linearly beyond; 0: quadratically always."""
+    policy_learning_rate: float | str = 1e-3
+    """Step size of the policy; a number, or a schedule over the run."""
+    noise_kind: Literal["normal", "ou", "clipped"] = "normal"
+    """Noise of the actions: independent, a walk that is pulled back (ou), or independent and
+    cut."""
+    noise: float = 0.1
+    """Its deviation, as a share of half the range of actions; with several environments, in the
+    first one."""
+    noise_spread: float = 1.0
+    """The last environment's noise as a share of the first one's; the others lie in between."""
+    noise_clip: float = 2.0
+    """With noise_kind=clipped: deviations at which it is cut."""
+    ou_theta: float = 0.15
+    """With noise_kind=ou: how strongly the walk is pulled back."""
+
+
+# -- rows ------------------------------------------------------------------------------------------
 
 # (experiment, observation space, action space) -> torch.nn.Module
 BuildModel = Callable[[Any, Any, Any], Any]

@@ -18,8 +18,16 @@ from typing import Any
 import torch
 
 from manyhands import trees
-from manyhands.algorithms.base import Across, Algorithm, explained_variance, forward, normalised
-from manyhands.algorithms.options import TRPOConfig
+from manyhands.algorithms.base import (
+    Across,
+    Algorithm,
+    ValueFit,
+    explained_variance,
+    forward,
+    normalised,
+    value_from,
+)
+from manyhands.algorithms.registry import TRPOConfig
 from manyhands.errors import ConfigError
 from manyhands.math import losses
 from manyhands.math.natural_gradient import (
@@ -28,9 +36,8 @@ from manyhands.math.natural_gradient import (
     line_search,
     trust_region_step,
 )
-from manyhands.math.optimiser import make_schedule
+from manyhands.math.optimiser import check_gradient, make_schedule
 from manyhands.networks.build import ActorCritic, to_tensor
-from manyhands.networks.numpy_mlp import FastValueGradient, can_learn
 from manyhands.types import Batch, Info
 
 
@@ -46,16 +53,10 @@ class TRPO(Algorithm):
                 "shared trunk, and with it the policy, out of the trust region"
             )
         super().__init__(model, options, **kwargs)
-        self.fast = FastValueGradient(model, self.flat) if can_learn(model) else None
+        self.critic = ValueFit(self, self.adam)
 
     def moved_from(self, model: ActorCritic) -> int:
-        """Adam moves the value net alone: the end of the flat parameters, in our own networks."""
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        own = {id(p) for p in model.value_parameters()}
-        first = len(parameters) - len(own)
-        if {id(p) for p in parameters[first:]} != own:
-            return 0  # another order: the policy's gradient is zero, and it stays where it is
-        return sum(p.numel() for p in parameters[:first])
+        return value_from(model)  # the policy has a way of its own
 
     def update(self, batch: Batch, across: Across, progress: float) -> Info:
         o = self.options
@@ -64,7 +65,7 @@ class TRPO(Algorithm):
             batch = normalised(batch, across)
         policy = self._improve_policy(batch, across)
         value = self.descend(
-            {k: batch[k] for k in ("obs", "target", *self._of_sequences)},
+            {k: batch[k] for k in self.critic.columns},
             across,
             epochs=o.value_epochs,
             minibatch=o.value_minibatch,
@@ -98,6 +99,7 @@ class TRPO(Algorithm):
 
         objective, _, entropy = surrogate()
         gradient = across.sum(flat_gradient(objective, weights))
+        check_gradient(float(gradient.norm()), self.version + 1)
         step = trust_region_step(
             gradient,
             self._fisher(given, weights, first, total, across),
@@ -154,23 +156,7 @@ class TRPO(Algorithm):
 
     def gradient(self, rows: Batch, count: int) -> list[float]:
         """Of the squared error of the value; the policy has had its step."""
-        if len(rows["target"]) == 0:
-            self.flat.grad.zero_()
-            return [0.0]
-        if self.fast is not None:
-            values = self.fast.forward(rows["obs"])
-            total, slope = losses.squares_slope(values, rows["target"])
-            self.fast.backward(slope * (1.0 / count))
-            return [total]
-        self.flat.zero_grad()
-        there = {k: to_tensor(v, self.device) for k, v in rows.items()}
-        if self.recurrent:
-            _, found, there = forward(self.model, there)
-        else:
-            found = self.model.value(there["obs"])
-        squares = losses.squares(found, there["target"], there.get("weight"))
-        (squares / count).backward()  # type: ignore[no-untyped-call]
-        return [squares.item()]
+        return self.critic.gradient(rows, count)
 
 
 def _weighted(x: torch.Tensor, rows: Batch) -> torch.Tensor:

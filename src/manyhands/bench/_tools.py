@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from manyhands import __version__
-from manyhands.errors import SupportError, WorkerError
+from manyhands.errors import ConfigError, SupportError, WorkerError
 
 QUIET = 0.05  # of the cores may be busy with something else
 _LOOK_SECONDS = 2.0
 _RUN_SECONDS = 600.0  # the longest that one run may take
+_NEEDS = {"ray": "ray", "mpi": "mpi4py"}  # engine -> package
 _REPOSITORY = Path(__file__).parents[3]  # where manyhands runs from its sources
 
 # -- the machine -----------------------------------------------------------------------------------
@@ -133,6 +134,25 @@ def why_not_judged(
                 f"(quiet is at most {allowed:.2f})"
             )
     return reasons
+
+
+# -- engines ---------------------------------------------------------------------------------------
+
+
+def engines_in(text: str, known: tuple[str, ...]) -> list[str]:
+    """The engines of an option such as local,mpi."""
+    chosen = [e.strip() for e in text.split(",") if e.strip()]
+    for engine in chosen:
+        if engine not in known:
+            raise ConfigError(f"--engines {engine!r}: engines are {', '.join(known)}")
+    return chosen
+
+
+def missing_package(engine: str) -> str:
+    """Why an engine cannot be measured here; "" where it can."""
+    package = _NEEDS.get(engine)
+    missing = package is not None and importlib.util.find_spec(package) is None
+    return f"{package} is not installed" if missing else ""
 
 
 # -- programs --------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ while the other waits, and (beside the local engine) torch.distributed's gloo al
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import tempfile
 from argparse import ArgumentParser, Namespace
@@ -17,7 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.bench._tools import Claim, fingerprint, median, seconds_of, verdicts
+from manyhands.bench._tools import (
+    Claim,
+    engines_in,
+    fingerprint,
+    median,
+    missing_package,
+    seconds_of,
+    verdicts,
+)
 from manyhands.engines.base import ENGINES
 from manyhands.engines.launch import launch
 from manyhands.errors import ConfigError, ManyhandsError
@@ -27,7 +34,6 @@ PART_BYTES = 32 << 20  # of each of two workers
 BROADCAST_BYTES = 1 << 20
 ROUNDS = 12
 WARM_UP = 2  # rounds that are not counted: memory is touched, connections are made
-_NEEDS = {"ray": "ray", "mpi": "mpi4py"}
 
 # measurement -> calls in one round; the large ones are long enough by themselves
 REPEATS = {"mean": 40, "gloo": 40, "barrier": 40, "exchange": 40, "broadcast": 10, "gather": 2,
@@ -51,10 +57,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def measure(options: Namespace) -> dict[str, Any]:
-    chosen = [e.strip() for e in options.engines.split(",") if e.strip()]
-    for engine in chosen:
-        if engine not in ENGINES:
-            raise ConfigError(f"--engines {engine!r}: engines are {', '.join(ENGINES)}")
+    chosen = engines_in(options.engines, ENGINES)
     if options.rounds < 1:
         raise ConfigError(f"--rounds {options.rounds}: at least 1 is needed")
     facts: dict[str, Any] = {"benchmark": "collectives", "machine": fingerprint(), "engines": {}}
@@ -66,9 +69,8 @@ def measure(options: Namespace) -> dict[str, Any]:
 
 def _engine(engine: str, rounds: int) -> dict[str, Any]:
     """Medians of one engine, or the reason why there are none."""
-    package = _NEEDS.get(engine)
-    if package is not None and importlib.util.find_spec(package) is None:
-        return {"missing": f"{package} is not installed"}
+    if reason := missing_package(engine):
+        return {"missing": reason}
     with tempfile.TemporaryDirectory() as folder:
         meeting = os.path.join(folder, "gloo") if engine == "local" else ""
         try:

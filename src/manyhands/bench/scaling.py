@@ -97,7 +97,7 @@ def measure(options: Namespace) -> dict[str, Any]:
     machine = facts["machine"]
     machine["others_before"] = others_now()
     watch = OtherPrograms()
-    rounds = [{part: _measured(turns[part]) for part in plan} for _ in range(options.rounds)]
+    rounds = [{part: measured(turns[part]) for part in plan} for _ in range(options.rounds)]
     machine["others_meanwhile"] = watch.cores()
     facts["runs"] = [_medians(rounds, strategy, workers) for strategy, workers in plan]
     facts |= judgement(facts["runs"], machine, options.engine)
@@ -137,7 +137,7 @@ def _experiments(
     return found
 
 
-def _measured(experiments: Sequence[Experiment]) -> Run:
+def measured(experiments: Sequence[Experiment]) -> Run:
     """A turn: steps per second of all its runs together, seconds by phase of the first's main."""
     with tempfile.TemporaryDirectory() as folder:
         homes = _train_at_once(experiments, Path(folder))

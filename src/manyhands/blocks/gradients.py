@@ -29,6 +29,7 @@ import numpy as np
 
 from manyhands.blocks import Locked, reach, whole
 from manyhands.blocks.weights import Sync, _modules, _pour, _shapes, _tree
+from manyhands.engines.base import answer
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
 
@@ -219,7 +220,7 @@ class GradientServer:
         """Wait for the answer to the last `push_async`."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._count(bool(pending.result(self._async.timeout or None)[0]))
+            self._count(bool(answer(pending, self._async.timeout)[0]))
 
     def flush(self) -> None:
         """On a relay: hand on what waits there, however little; elsewhere nothing."""

@@ -266,17 +266,21 @@ def _is_choice(hint: Any) -> bool:
 
 
 def _options_of(command: str) -> Sequence[str]:
-    """As its help shows them; `train` has the options of every algorithm."""
-    if command == "train":
+    """As its help shows them; `train` and `sweep` have the options of every algorithm."""
+    trained: list[str] = []
+    if command in ("train", "sweep"):
         parts: list[type[Any]] = [RunConfig, *(spec.options for spec in SPECS.values())]
         flags = {f"--{name.replace('_', '-')}" for part in parts for name in names_of(part)}
-        return [*SPECS, "--config", "--recipe", *sorted(flags)]
+        trained = [*SPECS, "--config", "--recipe", *sorted(flags)]
+    if command == "train":
+        return trained
     from manyhands.cli.main import main
 
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         main([command, "--help"])
-    return sorted(set(re.findall(r"(?m)^ +(?:-\w\b.*?, )?(--[a-z-]+)", shown.getvalue())))
+    own = set(re.findall(r"(?m)^ +(?:-\w\b.*?, )?(--[a-z-]+)", shown.getvalue()))
+    return [*trained, *sorted(own - set(trained))]
 
 
 def _cases(words: dict[str, Sequence[str]], indent: int) -> str:

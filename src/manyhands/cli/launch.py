@@ -7,7 +7,7 @@ import os
 
 from manyhands import roles
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
-from manyhands.engines.launch import Job, run
+from manyhands.engines.launch import Job, check, run
 from manyhands.errors import ConfigError
 
 EPILOG = """\
@@ -23,6 +23,7 @@ examples:
   manyhands launch -n 4 train.py --lr 3e-4
   manyhands launch --roles actor=2,learner=2 train.py
   manyhands launch -n 2 --engine inline --timeout 0 train.py      step through it with pdb
+  manyhands launch -n 16 --engine torch --slurm job.sbatch --nodes 2 train.py      for SLURM
   mpiexec -n 4 python train.py      torchrun --nproc-per-node 4 train.py      (the same script)
 
 When a worker fails, all stop within seconds and the first traceback is shown with its worker.
@@ -83,6 +84,15 @@ def parser() -> argparse.ArgumentParser:
         help="with --engine ray: join this cluster instead of starting one here",
     )
     p.add_argument(
+        "--slurm",
+        default="",
+        metavar="FILE",
+        help="start nothing, but write a batch file for SLURM, to look through and submit",
+    )
+    p.add_argument(
+        "--nodes", type=int, metavar="M", help="with --slurm: on so many machines (default: 1)"
+    )
+    p.add_argument(
         "--debug-collectives",
         action="store_true",
         help="compare call sites and fingerprints across workers at each call",
@@ -117,5 +127,24 @@ def launch(argv: list[str]) -> int:
         address=options.address,
         roles=options.roles,
     )
+    if options.slurm:
+        return _for_slurm(job, options.slurm, options.nodes or 1)
+    if options.nodes is not None:
+        raise ConfigError(f"--nodes {options.nodes} goes with --slurm FILE")
     run(job)
     return 0
+
+
+def _for_slurm(job: Job, file: str, nodes: int) -> int:
+    from manyhands.cli import slurm
+
+    check(job)
+    words = ["python", job.script, *job.args]
+    if job.engine in ("local", "ray"):  # srun starts the others' workers
+        given = {"--timeout": f"{job.timeout:g}", "--roles": job.roles}
+        options = [word for name, value in given.items() if value for word in (name, value)]
+        words = ["manyhands", "launch", "-n", str(job.workers), "--engine", job.engine]
+        words += [*options, job.script, *job.args]
+    elif job.roles:
+        words = ["env", f"{roles.VARIABLE}={job.roles}", *words]
+    return slurm.write(slurm.Batch(file, job.engine, job.workers, nodes, tuple(words), False))

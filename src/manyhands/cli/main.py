@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import gc
 import importlib
 import os
 import signal
@@ -15,13 +16,15 @@ from manyhands.errors import ConfigError, ManyhandsError, Stopped, WorkerError
 
 COMMANDS = {
     "train": "train a policy with a ready-made algorithm, on as many workers as you like",
-    "resume": "continue a run that was stopped, exactly where it stood",
+    "resume": "continue a run or a sweep that was stopped, exactly where it stood",
+    "sweep": "train with several settings and seeds, as many runs at once as there are cores",
     "evaluate": "play episodes with a trained policy",
     "video": "film a trained policy",
     "plot": "learning curves of one or many runs",
     "report": "one HTML page about a run: curves, times, pictures, configuration",
     "watch": "a page in the browser about runs that go on: curves, workers, events",
     "launch": "run your own script on N workers",
+    "plan": "what N workers on given hosts would do: steps a second, by simulation",
     "recipes": "tuned runs that come with the package, for `manyhands train --recipe NAME`",
     "examples": "programs that come with the package, to read and to copy",
     "doctor": "say what works on this machine, with a two-worker test of each engine",
@@ -31,7 +34,8 @@ COMMANDS = {
 }
 # Where a command is, if not in a file of its own name in cli/
 _FILES = (
-    {"resume": "manyhands.cli.train", "bench": "manyhands.bench"}
+    {"bench": "manyhands.bench"}
+    | dict.fromkeys(("resume", "sweep"), "manyhands.cli.train")
     | dict.fromkeys(("evaluate", "video", "plot", "report", "watch"), "manyhands.cli.view")
     | dict.fromkeys(("support", "recipes", "examples", "completion"), "manyhands.cli.doctor")
 )
@@ -61,6 +65,9 @@ def main(argv: list[str] | None = None) -> int:
 def start() -> NoReturn:
     """The command itself; under mpiexec or torchrun one worker of several that run it."""
     code = main()
+    # WHY: on its way out Python looks through all objects for unreachable ones, a third of a second
+    # with torch. What is frozen is not looked at.
+    gc.freeze()
     if not _is_worker():
         sys.exit(code)
     from manyhands.engines import joined
@@ -116,6 +123,9 @@ def _say(text: str) -> None:
 
 def _how_to_go_on(stopped: BaseException) -> str:
     """A training can be resumed; anything else has just ended."""
+    words = getattr(stopped, "words", None)
+    if words is not None:
+        return f"; {words}"
     run_dir = getattr(stopped, "run_dir", None)
     if run_dir is None:
         return "; all workers have ended"

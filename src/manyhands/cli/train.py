@@ -1,22 +1,26 @@
 """`manyhands train ALGORITHM --env ID [options]`: every option is a field of a dataclass.
 
-`manyhands resume DIR`: go on with a run that was stopped, exactly where it stood.
+`manyhands resume DIR`: go on with a run or a sweep that was stopped, exactly where it stood.
+`manyhands sweep ALGORITHM --env ID --grid OPTION=VALUE,VALUE --seeds N`: several runs, compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, field
+from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
 from manyhands import support
 from manyhands.algorithms.registry import SPECS, AlgorithmSpec, spec_of
 from manyhands.config import (
     GROUPS,
+    USUAL,
     Experiment,
     RunConfig,
     build,
@@ -37,6 +41,7 @@ HELP = """\
 usage: manyhands train ALGORITHM --env ID [options]
        manyhands train --recipe NAME [options]           a tuned run: `manyhands recipes` lists them
        manyhands train --config FILE.toml [options]      such as config.toml of an earlier run
+       manyhands train ... --slurm FILE [--nodes M]      write a batch file for SLURM instead
 
 Train a policy. Every number is for all workers together, so that more workers make a run faster
 and change nothing of what it learns.
@@ -79,22 +84,65 @@ def train(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(teach())
         raise SystemExit(0 if argv else 2)
+    argv, slurm = _slurm(argv)
     with joined.main_speaks():
         experiment = parse(argv)
     from manyhands.config import validate
 
     validate.check(experiment)
+    if slurm:
+        return _for_slurm(argv, experiment, **slurm)
     from manyhands.run import train_experiment
 
     train_experiment(experiment)
     return 0
 
 
-def parse(argv: list[str]) -> Experiment:
-    """The experiment that the words stand for; tyro leaves with code 2 if they are not options."""
+def _slurm(argv: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The words without --slurm FILE and --nodes M, and these two."""
+    words, left, found = list(argv), [], {}
+    while words:
+        option, equals, value = words.pop(0).partition("=")
+        if option not in ("--slurm", "--nodes"):
+            left.append(option + equals + value)
+        elif not equals and not words:
+            raise ConfigError(f"{option} needs a value: --slurm FILE --nodes M")
+        else:
+            found[option[2:]] = value if equals else words.pop(0)
+    if "nodes" in found and "slurm" not in found:
+        raise ConfigError(f"--nodes {found['nodes']} goes with --slurm FILE")
+    return left, found
+
+
+def _for_slurm(argv: list[str], experiment: Experiment, slurm: str, nodes: str = "1") -> int:
+    from manyhands.cli import slurm as batch
+
+    run, words = experiment.run, list(argv)
+    for place, word in enumerate(argv):  # it is said once, for resume too
+        if word.split("=")[0] in ("--run-dir", "--run_dir"):
+            words[place : place + (1 if "=" in word else 2)] = []
+    if not any(word.split("=")[0] in ("--workers", "-n") for word in argv):
+        words += ["--workers", str(run.workers)]
+    command = ("manyhands", "train", *words)
+    return batch.write(
+        batch.Batch(slurm, run.engine, run.workers, whole_number(nodes), command, True,
+                    run.run_dir, run.quiet)
+    )  # fmt: skip
+
+
+def parse(
+    argv: list[str],
+    command: str = "train",
+    load: Callable[[str], Experiment] = load_toml,
+    workers: int | None = None,
+) -> Experiment:
+    """The experiment that the words stand for; tyro leaves with code 2 if they are not options.
+
+    `load` reads the file of --config; `workers` is what is meant by none, instead of all cores.
+    """
     import tyro
 
-    algorithm, source, words = _split(argv)
+    algorithm, source, words = _split(argv, command)
     if any(word.split("=")[0] == "--roles" for word in words):
         raise ConfigError(
             "--roles is an option of `manyhands launch`; `manyhands train` counts with --workers N "
@@ -103,7 +151,7 @@ def parse(argv: list[str]) -> Experiment:
     base = None
     if source is not None:
         option, name = source
-        base = load_toml(name) if option == "--config" else load_recipe(name)
+        base = load(name) if option == "--config" else load_recipe(name)
         if algorithm and algorithm != base.algorithm:
             raise ConfigError(f"{name} configures {base.algorithm}, but {algorithm} was asked for")
         algorithm = base.algorithm
@@ -111,7 +159,7 @@ def parse(argv: list[str]) -> Experiment:
     given = tyro.cli(
         _options(spec, base),
         args=words,
-        prog=f"manyhands train {algorithm}",
+        prog=f"manyhands {command} {algorithm}",
         description=f"{spec.about}\n\n--recipe NAME takes what is not "
         "given here from a tuned run (`manyhands recipes` lists them), --config FILE.toml from a "
         "file, such as config.toml of an earlier run.",
@@ -122,7 +170,7 @@ def parse(argv: list[str]) -> Experiment:
         part = getattr(given, group.name)
         values |= {name: getattr(part, name) for name in names_of(type(part))}
     if values["workers"] is None:
-        values["workers"] = joined.defaults(values["engine"]).get("workers")
+        values["workers"] = workers or joined.defaults(values["engine"]).get("workers")
     if values["workers"] is None:
         strategy = values["strategy"] or default_strategy(algorithm, os.cpu_count() or 1)
         run = build(algorithm, **values | {"workers": 1, "strategy": strategy}).run
@@ -142,7 +190,7 @@ def acting_workers(num_envs: int) -> int:
     return next((n for n in range(cores, 0, -1) if num_envs >= n and num_envs % n == 0), 1)
 
 
-def _split(argv: list[str]) -> tuple[str, tuple[str, str] | None, list[str]]:
+def _split(argv: list[str], command: str) -> tuple[str, tuple[str, str] | None, list[str]]:
     """Algorithm (or ""), --config or --recipe with its value, and the words that are left."""
     words, left = list(argv), []
     source: tuple[str, str] | None = None
@@ -160,7 +208,7 @@ def _split(argv: list[str]) -> tuple[str, tuple[str, str] | None, list[str]]:
             source = option, value if equals else words.pop(0)
     if not algorithm and source is None:
         raise ConfigError(
-            f"the algorithm comes first: manyhands train ppo {' '.join(argv)}; there are "
+            f"the algorithm comes first: manyhands {command} ppo {' '.join(argv)}; there are "
             f"{', '.join(SPECS)}"
         )
     return algorithm, source, left
@@ -192,17 +240,21 @@ def _default_of(strategy: str) -> str:
 
 def _options(spec: AlgorithmSpec, base: Experiment | None) -> type[Any]:
     """A dataclass of groups, each a dataclass of flags; defaults are the base's where given."""
+    import tyro
+
     name, own = spec.name, spec.options
     run = base.run if base else None
     asynchronous = [s.name for s in strategies.SPECS.values() if not s.synchronous]
     about = {k: v.format(asynchronous=", ".join(asynchronous)) for k, v in _GROUP_HELP.items()}
-    groups = [
-        (name, _group(name, RunConfig, fields, run, about[name], own))
+    groups = {
+        name: _group(name, RunConfig, fields, run, about[name], own)
         for name, fields in GROUPS.items()
-    ]
+    }
     what = f"Options of {name} itself."
-    options = _group(name, own, tuple(names_of(own)), base.options if base else None, what)
-    return dataclasses.make_dataclass("Options", [*groups, (name, options)])
+    groups[name] = _group(name, own, tuple(names_of(own)), base.options if base else None, what)
+    # With the help said here tyro does not look for it in source that there is none of: 60 ms.
+    rows = [(name, Annotated[g, tyro.conf.arg(help=g.__doc__)]) for name, g in groups.items()]
+    return dataclasses.make_dataclass("Options", rows)
 
 
 def _group(
@@ -217,10 +269,12 @@ def _group(
     hints, texts = hints_of(cls), help_of(cls)
     rows: list[Any] = []
     for name in names:
-        kind, flag = _flag_type(hints[name]), _flag(name, texts.get(name, ""), values)
+        hint, flag = hints[name], _flag(name, texts.get(name, ""), values)
         default = _default(fields[name], values)
-        if default is None and kind is bool:
-            default = usual(algorithm or cls, name)
+        if cls is RunConfig and name in USUAL:
+            (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
+            default = usual(algorithm or cls, name) if default is None else default
+        kind = _flag_type(hint)
         # A factory also for plain values: dataclasses refuse a dict as a default.
         rest = () if default is MISSING else (field(default_factory=_always(default)),)
         rows.append((name, Annotated[kind, flag], *rest))
@@ -266,8 +320,6 @@ def _flag_type(hint: Any) -> Any:
         return _read_by("N", 1, lambda words: whole_number(words[0]))
     if float in get_args(hint) and str in get_args(hint):
         return _read_by("X|SCHEDULE", 1, lambda words: _number_or_text(words[0]))
-    if hint == bool | None:
-        return bool  # a pair of flags; what it is when left out depends on the algorithm
     if get_origin(hint) is dict:
         return _read_by("[NAME=VALUE ...]", "*", table_of)
     return hint
@@ -330,12 +382,14 @@ def _words_of(value: Any) -> list[str]:
 _RESUME = """\
 Go on with a run from its newest checkpoint: weights, optimiser, random numbers, normalisers and the
 running episodes are as they were, and metrics and curves continue in the same folder. A run that
-was stopped and resumed ends with the weights of one that was not.
+was stopped and resumed ends with the weights of one that was not. Of a sweep, all runs go on that
+have not finished.
 
 examples:
   manyhands resume runs/CartPole-v1/ppo-allreduce/1-20250101-120000
   manyhands resume runs/mine --steps 2e6            train on, to two million steps in all
   manyhands resume runs/mine --target-return none   train on although it is solved
+  manyhands resume sweeps/mine --at-once 2          a sweep: what has finished is not repeated
 """
 
 
@@ -347,7 +401,7 @@ def resume(argv: list[str]) -> int:
         argument_default=argparse.SUPPRESS,  # what is not given stays as it was
     )
     add = parser.add_argument
-    add("run_dir", metavar="DIR", help="the folder of the run")
+    add("run_dir", metavar="DIR", help="the folder of the run, or of the sweep")
     add("--steps", type=whole_number, metavar="N", help="environment steps of the whole run")
     add(
         "--target-return",
@@ -359,8 +413,16 @@ def resume(argv: list[str]) -> int:
     add("--timeout", type=float, metavar="S", help="seconds that a wait for workers may take")
     add("--checkpoint-seconds", type=float, metavar="S", help="seconds between checkpoints")
     add("--quiet", action="store_true", help="print nothing but errors")
+    add("--at-once", type=whole_number, metavar="N", help="of a sweep: runs at the same time")
+    add("--metric", metavar="NAME", help="of a sweep: what settings are ranked by")
     options: dict[str, Any] = vars(parser.parse_args(argv))
     run_dir = options.pop("run_dir")
+    if os.path.isfile(os.path.join(run_dir, "sweep.toml")):
+        return _resume_sweep(run_dir, options)
+    if given := [name for name in ("at_once", "metric") if name in options]:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} is for sweeps, and {run_dir} is not the folder of one"
+        )
 
     from manyhands import run
     from manyhands.engines import joined
@@ -388,3 +450,169 @@ def _say_finished(run_dir: str, summary: dict[str, Any]) -> None:
 
 def _target(text: str) -> float | None:
     return None if text == "none" else float(text)
+
+
+# -- sweep -----------------------------------------------------------------------------------------
+
+_SWEEP = """\
+usage: manyhands sweep ALGORITHM --env ID --grid OPTION=VALUE,VALUE [...] --seeds N [options]
+       manyhands sweep --recipe NAME --grid ...
+       manyhands sweep --config FILE.toml        with a table [sweep], such as an earlier sweep.toml
+
+Train with every combination of the grid and every seed, and compare what came of it. Each run is an
+ordinary one, in a process and a folder of its own: plot, report, watch, evaluate and resume know
+it. A run that fails does not stop the others. Ctrl-C saves all that run; a sweep that was stopped
+or killed goes on with: manyhands resume DIR
+
+  --grid OPTION=VALUE,VALUE     all combinations of all grids; any option of `manyhands train`, and
+                                env_kwargs.NAME; lists in brackets: "hidden=[64,64],[128,128]"
+  --setting OPTION=VALUE ...    one more setting, with all of the grid; may be given several times
+  --optuna N                    N settings that Optuna draws from --grid and --range, not all
+                                combinations; those that do worse than others are given up
+  --range OPTION=LOW..HIGH      numbers for Optuna to draw from; LOW..HIGH:log on a log scale
+  --seeds N | A..B | A,B,C      how many, from --seed on, or which (default: 1)
+  --at-once N                   runs at the same time (default: cores / workers of a run)
+  --dir DIR                     folder of the sweep (default: sweeps/ENV/ALGORITHM-TIME)
+  --metric NAME                 what settings are ranked by: final (mean return of the last 100
+                                episodes), area (mean height of the learning curve; default with
+                                --target-return), or a column of metrics.jsonl
+  and all options of `manyhands train ALGORITHM --help`; a run has one worker unless -n says more
+
+At the end: a table with the interquartile mean over seeds and its 95 % interval, also in results.md
+and results.json, and curves.png.
+
+examples:
+  manyhands sweep ppo --env CartPole-v1 --steps 50000 --grid learning_rate=1e-3,3e-4 --seeds 5
+  manyhands sweep --recipe ppo-cartpole -n 1 --strategy single --seeds 1..10 --dir sweeps/cartpole
+  manyhands sweep dqn --env CartPole-v1 --setting n_step=1 --setting n_step=3 gamma=0.98 --seeds 3
+  manyhands sweep ppo --env CartPole-v1 --optuna 20 --range learning_rate=1e-4..1e-2:log
+  manyhands sweep --config sweeps/cartpole/sweep.toml --dir sweeps/again
+"""
+_OF_A_SWEEP = ("at_once", "metric", "quiet")  # what may be another when one goes on
+
+
+def sweep(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_SWEEP)
+        raise SystemExit(0 if argv else 2)
+    own, words = _own_options(argv)
+    if not words:
+        raise ConfigError("the algorithm comes first: manyhands sweep ppo --env ID --grid ...")
+    from manyhands import sweeps
+
+    filed: dict[str, Any] = {}
+
+    def load(path: str) -> Experiment:
+        experiment, table = sweeps.load_file(path)
+        filed.update(table)
+        return experiment
+
+    base = parse(words, "sweep", load, workers=1)
+    grid = {
+        name: split_values(text) for name, text in _choices([w for one in own.grid for w in one])
+    }
+    settings = [dict(_choices(words)) for words in own.setting]
+    ranges = {name: _ends(text) for name, text in _choices([w for r in own.range for w in r])}
+    if not any(word.split("=")[0] == "--engine" for word in words):
+        base = sweeps.without_needless_processes(base, [*grid, *ranges, *filed.get("grid", {})])
+    typed = bool(grid or settings or ranges)
+    plan = sweeps.make_plan(
+        base,
+        grid if typed else filed.get("grid", {}),
+        settings if typed else filed.get("settings", ()),
+        _seeds(own.seeds) if own.seeds else filed.get("seeds", 1),
+        own.metric or filed.get("metric", ""),
+        optuna=own.optuna or filed.get("optuna", 0),
+        ranges=ranges if typed else filed.get("ranges", {}),
+        typed=typed,
+    )
+    return _exit_code(sweeps.begin(plan, own.dir, own.at_once))
+
+
+def _own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The sweep's own, and the words that are left for `train`."""
+    parser = argparse.ArgumentParser(
+        prog="manyhands sweep", usage="manyhands sweep --help", add_help=False, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--grid", action="append", nargs="+", default=[])
+    add("--setting", action="append", nargs="+", default=[])
+    add("--range", action="append", nargs="+", default=[])
+    add("--optuna", type=whole_number, default=0)
+    add("--seeds", default="")
+    add("--at-once", type=whole_number, default=0)
+    add("--dir", default="")
+    add("--metric", default="")
+    return parser.parse_known_args(argv)
+
+
+def _ends(text: str) -> list[str]:
+    """LOW..HIGH or LOW..HIGH:log"""
+    numbers, colon, scale = text.partition(":")
+    ends = numbers.split("..")
+    if len(ends) != 2 or not all(ends) or (colon and scale != "log"):
+        raise ConfigError(f"--range {text}: LOW..HIGH or LOW..HIGH:log is expected")
+    return [*ends, *([scale] if scale else [])]
+
+
+def _resume_sweep(folder: str, options: dict[str, Any]) -> int:
+    from manyhands import sweeps
+
+    wrong = [f"--{name.replace('_', '-')}" for name in options if name not in _OF_A_SWEEP]
+    if wrong:
+        raise ConfigError(
+            f"{in_words(wrong)} cannot change in a sweep that goes on; what can: --at-once, "
+            "--metric, --quiet. A single run of it takes more: manyhands resume DIR/SETTING/seed-N"
+        )
+    return _exit_code(sweeps.resume(folder, **options))
+
+
+def _exit_code(swept: Any) -> int:
+    return 1 if swept.failed else 0
+
+
+def _choices(words: list[str]) -> list[tuple[str, str]]:
+    """["learning_rate=1e-3,3e-4"] -> names and what is after the sign; no name twice."""
+    found = [_choice(word) for word in words]
+    names = [name for name, _ in found]
+    if again := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ConfigError(f"{again[0]} is given twice; type all its values once, with commas")
+    return found
+
+
+def _choice(word: str) -> tuple[str, str]:
+    name, equals, text = word.partition("=")
+    if not name or not equals:
+        raise ConfigError(
+            f"{word} is not of the form OPTION=VALUE; type: --grid OPTION=VALUE,VALUE"
+        )
+    return name.replace("-", "_"), text
+
+
+def split_values(text: str) -> list[str]:
+    """Split at commas, but for those in brackets and quotes."""
+    found, depth, quote = [""], 0, ""
+    for c in text:
+        if c == "," and not depth and not quote:
+            found.append("")
+            continue
+        if c in "'\"" and quote in ("", c):
+            quote = "" if quote else c
+        elif not quote:
+            depth += (c in "[{(") - (c in "]})")
+        found[-1] += c
+    return [one.strip() for one in found] if text.strip() else []
+
+
+def _seeds(text: str) -> int | list[int]:
+    """5 is a number of seeds; 1..5, 3,7 and 1..3,9 are seeds."""
+    found: list[int] = []
+    with contextlib.suppress(ValueError):
+        if text.isdecimal():
+            return int(text)
+        for part in text.split(","):
+            first, dots, last = part.partition("..")
+            found += range(int(first), int(last) + 1) if dots else [int(first)]
+        if found:
+            return found
+    raise ConfigError(f"--seeds {text}: a number of seeds (5), or which: 1..5 or 1,2,7")

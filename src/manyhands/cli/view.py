@@ -192,12 +192,15 @@ _PLOT_EXAMPLES = """examples:
   manyhands plot runs/CartPole-v1/ppo-allreduce/*             all seeds as one curve
   manyhands plot runs/CartPole-v1/*/* --out cartpole.pdf      strategies compared, for a paper
   manyhands plot RUN --metric entropy --x steps               any column of metrics.csv
+  manyhands plot sweeps/mine                                  all runs of a sweep, by setting
 """
 
 
 def plot(argv: list[str]) -> int:
     parser = _parser("plot", _PLOT, _PLOT_EXAMPLES)
-    parser.add_argument("dirs", metavar="DIR", nargs="+", help="folders of runs, finished or not")
+    parser.add_argument(
+        "dirs", metavar="DIR", nargs="+", help="folders of runs or sweeps, finished or not"
+    )
     parser.add_argument(
         "--x",
         choices=("steps", "time", "both"),
@@ -236,7 +239,7 @@ def plot(argv: list[str]) -> int:
 
 _REPORT = """Write one HTML page about a run: numbers, learning curves, measures, maps of policy
 and value over the states, an episode and its film, where the time went, workers, events, how to
-repeat it.
+repeat it. Or about a sweep: its settings, compared, their curves, and its runs.
 
 Everything is inside the file: it can be sent, and opened without a network. Runs that failed or go
 on get a page, too. More folders are compared with the first one: in the curves, and in the table of
@@ -245,6 +248,7 @@ times by number of workers.
 
 _REPORT_EXAMPLES = """examples:
   manyhands report runs/CartPole-v1/ppo-allreduce/1-20250101-120000
+  manyhands report sweeps/mine                            about a sweep
   manyhands report RUN-WITH-1-WORKER RUN-WITH-2 RUN-WITH-4 --out scaling.html
 """
 
@@ -284,7 +288,9 @@ _WATCH_EXAMPLES = """examples:
 
 def watch(argv: list[str]) -> int:
     parser = _parser("watch", _WATCH, _WATCH_EXAMPLES)
-    parser.add_argument("dirs", metavar="DIR", nargs="+", help="folders of runs, finished or not")
+    parser.add_argument(
+        "dirs", metavar="DIR", nargs="+", help="folders of runs or sweeps, finished or not"
+    )
     parser.add_argument(
         "--port", type=int, default=0, metavar="N", help="of the page (default: one that is free)"
     )

@@ -20,6 +20,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import tomli_w
@@ -30,7 +31,9 @@ from manyhands.config.values import coerce
 from manyhands.errors import ConfigError
 from manyhands.roles import Roles
 from manyhands.strategies import registry as strategies
-from manyhands.strategies.spec import StrategySpec
+from manyhands.strategies.registry import StrategySpec
+
+_MAX_TOML = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +88,20 @@ class RunConfig:
     queue: int = 2
     """With strategy={its}: unrolls or gradients that each worker may have waiting before it
     must wait itself."""
+    on_worker_failure: Literal["auto", "restart", "continue", "stop"] = "auto"
+    """When a worker that acts raises, is killed or goes silent: start it again, go on without it,
+    or end the run (auto: restart with {recovering}, else stop)."""
+    max_restarts: int = 5
+    """Restarts of one worker within a minute; one more is a crash loop, and ends the run."""
+    min_workers: int = 1
+    """With on_worker_failure=continue: how many of the workers that act must be left."""
+    wait_for: float = 1.0
+    """With strategy={its}: learn as soon as this share of the batch is there; what comes later is
+    in the next batch, with the version of its policy."""
     env_backend: str = "auto"
-    """What steps the environments: auto, gymnasium, vector, envpool, atari or pettingzoo (games of
-    several agents, who share one policy; each agent counts as one environment)."""
+    """What steps the environments: auto, gymnasium, vector, envpool, atari, pettingzoo (games of
+    several agents, who share one policy; each agent counts as one environment) or torch (tensors on
+    the device: manyhands/CartPole-v1 and manyhands/Pendulum-v1)."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Handed to the environment when it is made."""
     opponents: int = 0
@@ -102,10 +116,10 @@ class RunConfig:
     """Divide rewards by the deviation of the discounted return (left out: yes for {scaled})."""
     box_actions: Literal["clip", "scale"] = "clip"
     """Continuous actions: cut to the bounds, or scale [-1, 1] to them."""
-    hidden: tuple[int, ...] = (64, 64)
-    """Width of each hidden layer."""
-    activation: Literal["tanh", "relu"] = "tanh"
-    """Between the layers."""
+    hidden: tuple[int, ...] | None = None
+    """Width of each hidden layer (left out: what suits the algorithm, usually 64 64)."""
+    activation: Literal["tanh", "relu"] | None = None
+    """Between the layers (left out: what suits the algorithm, usually tanh)."""
     shared_network: bool = False
     """One trunk for policy and value, instead of two."""
     network: str = ""
@@ -158,6 +172,20 @@ class RunConfig:
         return self.num_envs // max(1, self.actors)
 
     @property
+    def recovery(self) -> Literal["restart", "continue", "stop"]:
+        """What is done when a worker that acts fails."""
+        if self.on_worker_failure != "auto":
+            return self.on_worker_failure
+        waits_for_all = strategies.spec_of(self.strategy).synchronous and self.wait_for == 1.0
+        return "stop" if waits_for_all else "restart"
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the run outlives a worker that fails, and so waits for none in particular."""
+        spec = strategies.spec_of(self.strategy)
+        return not spec.synchronous or (bool(spec.restarts) and self.recovery != "stop")
+
+    @property
     def unrolls_per_update(self) -> int:
         """With strategy=actor_learner: of all learners together."""
         return self.unrolls or self.actors
@@ -184,8 +212,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "run": ("env", "steps", "seed", "start_from", "target_return", "run_dir", "hooks", "log_info",
             "eval_every", "eval_episodes", "log_every", "checkpoint_seconds",
             "tensorboard", "wandb", "quiet"),
-    "worker": ("workers", "strategy", "engine", "device", "timeout", "address"),
-    "batch": ("num_envs", "rollout_length", "collect", "batch_steps", "overlap"),
+    "worker": ("workers", "strategy", "engine", "device", "timeout", "address",
+               "on_worker_failure", "max_restarts", "min_workers"),
+    "batch": ("num_envs", "rollout_length", "collect", "batch_steps", "overlap", "wait_for"),
     "asynchronous": ("learners", "unrolls", "pushes", "reduce", "reducers", "max_lag", "queue"),
     "environment": (
         "env_backend", "env_kwargs", "opponents", "opponent_every", "normalize_observations",
@@ -285,17 +314,28 @@ def save_toml(path: str | os.PathLike[str], experiment: Experiment) -> None:
 
 def load_toml(path: str | os.PathLike[str]) -> Experiment:
     """The experiment in a file; ConfigError says what is wrong and in which file."""
-    try:
-        with open(path, "rb") as file:
-            data = tomllib.load(file)
-    except OSError as error:
-        raise ConfigError(f"{os.fspath(path)} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{os.fspath(path)} is not TOML: {error}") from error
+    data = read_toml(path)
     try:
         return from_plain(data)
     except ConfigError as error:
         raise ConfigError(f"{os.fspath(path)}: {error}") from error
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file holds, whatever it is; ConfigError when that cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_TOML + 1)
+            if len(data) > _MAX_TOML:
+                raise ConfigError(
+                    f"{os.fspath(path)} has more than {_MAX_TOML:,} bytes; a configuration has a "
+                    "few thousand"
+                )
+            return tomllib.loads(data.decode())
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of numbers without end
+        raise ConfigError(f"{os.fspath(path)} is not TOML: {error}") from error
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -340,14 +380,35 @@ def names_of(cls: type[Any]) -> list[str]:
     return [f.name for f in dataclasses.fields(cls)]
 
 
-def hints_of(cls: type[Any]) -> dict[str, Any]:
+_HINTS: dict[type[Any], Mapping[str, Any]] = {}  # asked for each value of each run that is read
+_WRITTEN: dict[type[Any], Mapping[str, str]] = {}  # found by parsing the source, 10 ms a class
+
+
+def hints_of(cls: type[Any]) -> Mapping[str, Any]:
     """Field -> its type, with names written as text looked up."""
-    hints = typing.get_type_hints(cls)
-    return {name: hints[name] for name in names_of(cls)}
+    if cls not in _HINTS:
+        hints = typing.get_type_hints(cls)
+        _HINTS[cls] = MappingProxyType({name: hints[name] for name in names_of(cls)})
+    return _HINTS[cls]
 
 
-def help_of(cls: type[Any]) -> dict[str, str]:
-    """Field -> the string that stands under it in the source; parents' fields included."""
+def help_of(cls: type[Any], said: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Field -> the string that stands under it in the source; parents' fields included.
+
+    `said`: what stands for parts that follow from the algorithms, in place of their names.
+    """
+    if cls not in _WRITTEN:
+        _WRITTEN[cls] = MappingProxyType(_written(cls))
+    found = dict(_WRITTEN[cls])
+    if cls is RunConfig:
+        for name, text in found.items():
+            if "{" in text:
+                its = in_words(strategies.with_option(name) or [""], "or")
+                found[name] = text.format(its=its, **_from_the_code() | dict(said or {}))
+    return found
+
+
+def _written(cls: type[Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     owners = [owner for owner in reversed(cls.__mro__) if "__dataclass_fields__" in vars(owner)]
     for owner in owners:
@@ -360,11 +421,6 @@ def help_of(cls: type[Any]) -> dict[str, str]:
                     ast.Expr(value=ast.Constant(value=str() as text)),
                 ):
                     found[name] = " ".join(text.split())
-    if cls is RunConfig:
-        for name, text in found.items():
-            if "{" in text:
-                its = in_words(strategies.with_option(name) or [""], "or")
-                found[name] = text.format(its=its, **_from_the_code())
     return found
 
 
@@ -389,12 +445,17 @@ def _from_the_code() -> dict[str, str]:
         "lengths": ", ".join(f"{in_words(names)} {n}" for n, names in lengths.items()),
         "scaled": in_words(scaled),
         "hooks": ", ".join(HOOKS),
+        "recovering": in_words([s.name for s in strategies.SPECS.values() if not s.synchronous]),
     }
 
 
-def usual(options: type[Any], name: str) -> bool:
-    """What a switch of the run is set to when an algorithm has its own usual setting for it."""
-    return bool(getattr(options, name.upper(), False))
+# Options of the run that follow the algorithm where they are left out; what most algorithms have
+USUAL: dict[str, Any] = {"normalize_rewards": False, "hidden": (64, 64), "activation": "tanh"}
+
+
+def usual(options: type[Any], name: str) -> Any:
+    """What an option of the run is set to where it is left out: the algorithm's own setting."""
+    return getattr(options, name.upper(), USUAL[name])
 
 
 def _plain_fields(config: Any) -> dict[str, Any]:
@@ -432,8 +493,8 @@ def _assemble(
     run = RunConfig(**parts[0])
     if run.rollout_length == 0:
         run = dataclasses.replace(run, rollout_length=getattr(options, "ROLLOUT_LENGTH", 256))
-    if run.normalize_rewards is None:
-        run = dataclasses.replace(run, normalize_rewards=usual(options, "normalize_rewards"))
+    left_out = [name for name in USUAL if getattr(run, name) is None]
+    run = dataclasses.replace(run, **{name: usual(options, name) for name in left_out})
     # Who acts decides what a batch is.
     if spec.learns_from != "rollout" and not run.strategy:
         run = dataclasses.replace(run, strategy=default_strategy(algorithm, run.workers))

@@ -42,6 +42,7 @@ _AT_LEAST_ONE = (
     "log_every",
     "eval_episodes",
     "opponent_every",
+    "min_workers",
 )
 _MAY_BE_NEGATIVE = ("target_return",)
 # Arguments of envs.make_vec, which hands all others to the environment
@@ -61,7 +62,7 @@ _NO_OTHERS = (
 _PACKAGES = {"mpi": "mpi4py", "ray": "ray"}
 # Options that divide the workers, or the batch, and are refused with a strategy that has no use for
 # them. WHY not all: an earlier version let the others pass, and its runs can be resumed.
-_DIVIDING = ("overlap", "learners", "pushes", "reducers")
+_DIVIDING = ("overlap", "learners", "pushes", "reducers", "wait_for")
 
 
 def check(experiment: Experiment) -> None:
@@ -168,6 +169,31 @@ def _strategy_faults(experiment: Experiment) -> Iterator[str]:
                 + f"leave --{f.name} out"
             )
     yield from experiment.strategy_spec.faults(experiment)
+    yield from _recovery_faults(experiment)
+
+
+def _recovery_faults(experiment: Experiment) -> Iterator[str]:
+    run, spec = experiment.run, experiment.strategy_spec
+    if run.on_worker_failure in ("restart", "continue") and not spec.restarts:
+        fitting = support.strategies_of(experiment.algorithm)
+        others = [name for name in fitting if strategies.spec_of(name).restarts]
+        yield (
+            f"on_worker_failure={run.on_worker_failure}: with {spec.name} every worker takes its "
+            "part in each update, and none can be missing; "
+            + (f"type: --strategy {in_words(others, 'or')}, or " if others else "")
+            + "leave --on-worker-failure out"
+        )
+    able = {"restart": ("local", "ray"), "continue": ("local",)}.get(run.on_worker_failure)
+    if able is not None and spec.restarts and run.engine not in (*able, "inline"):
+        yield (
+            f"on_worker_failure={run.on_worker_failure} works on {in_words(able, 'and')}, not on "
+            f"{run.engine}; type: --engine local"
+        )
+    if run.on_worker_failure == "continue" and run.min_workers > run.actors > 0:
+        yield (
+            f"min_workers={run.min_workers}, but only {run.actors} act; type: --min-workers "
+            f"{run.actors}, or less"
+        )
 
 
 # -- replays ---------------------------------------------------------------------------------------
@@ -182,6 +208,8 @@ def _replay_faults(experiment: Experiment) -> Iterator[str]:
             yield f"{experiment.spec.name} learns from single transitions; type: --collect steps"
         yield from _replay_size_faults(experiment)
         yield from _replay_range_faults(experiment.options)
+    # What only the algorithm knows of its options
+    yield from getattr(experiment.options, "faults", list)()
 
 
 def _replay_size_faults(experiment: Experiment) -> Iterator[str]:
@@ -272,7 +300,7 @@ def _number_faults(experiment: Experiment) -> Iterator[str]:
             elif isinstance(value, (int, float)) and not isinstance(value, bool):
                 yield from _range_faults(f.name, float(value), f.default)
     run = experiment.run
-    if any(width < 1 for width in run.hidden):
+    if run.hidden and any(width < 1 for width in run.hidden):
         yield f"hidden={list(run.hidden)}: every layer needs at least 1 unit; type: --hidden 64 64"
     if (
         run.collect == "episodes"
@@ -404,6 +432,12 @@ def _package_faults(experiment: Experiment) -> Iterator[str]:
         yield f"wandb={experiment.run.wandb}: {needs('wandb', 'wandb')}"
     if experiment.run.device == "cuda" and not devices.usable():
         yield "device=cuda, but torch finds no GPU here; type: --device cpu"
+    asked = os.environ.get("MANYHANDS_GPUS", "")
+    if experiment.run.device != "cpu" and asked.isdigit() and int(asked) > devices.present():
+        yield (
+            f"MANYHANDS_GPUS={asked}, but this machine has {devices.present()}; give as many as "
+            "there are, or leave it out"
+        )
 
 
 # -- environment -----------------------------------------------------------------------------------
@@ -460,7 +494,7 @@ def _action_faults(spec: AlgorithmSpec, actions: Any) -> Iterator[str]:
     from manyhands.envs.spaces import check_actions
 
     try:
-        check_actions(spec.actions, actions)
+        check_actions(spec.actions, actions, spec.name)
     except ConfigError as error:
         yield str(error)
 
@@ -487,7 +521,8 @@ def _network_faults(experiment: Experiment, look: Any) -> Iterator[str]:
     try:
         experiment.spec.build_model(experiment, look.observation_space, look.action_space)
     except ManyhandsError as error:
-        yield str(error)
+        said = str(error)
+        yield said if "network" in said else f"network {experiment.run.network}: {said}"
     except Exception as error:  # it is anybody's code and may raise anything
         yield f"network {experiment.run.network} failed: {type(error).__name__}: {error}"
 
@@ -501,7 +536,7 @@ def _look_at(run: RunConfig, lstm: int) -> Iterator[str]:
     from manyhands.envs.registry import env_factory, is_atari, resolve, takes_num_envs
     from manyhands.envs.vector import as_gymnasium
 
-    own_engine = run.env_backend in ("envpool", "atari", "vector", "pettingzoo")
+    own_engine = run.env_backend in ("envpool", "atari", "vector", "pettingzoo", "torch")
     if own_engine or (run.env_backend == "auto" and is_atari(resolve(run.env))):
         here = to_look_at(run.env, run.env_backend, run.envs_per_worker)
         # These check the spaces when they are made.

@@ -48,6 +48,9 @@ def _number(value: Any, kind: Any) -> int | float | None:
 
 def _coerce_union(name: str, value: Any, hint: Any) -> Any:
     members = typing.get_args(hint)
+    given = [m for m in members if m is not NoneType]
+    if value is not None and len(given) == 1 and typing.get_origin(given[0]) is tuple:
+        return coerce(name, value, given[0])  # its error names the entry
     exact = [m for m in members if m is type(value)]
     for member in [*exact, *members]:
         try:

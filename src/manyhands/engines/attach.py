@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from manyhands import roles, terminal
+from manyhands import devices, roles, terminal
 from manyhands.engines import inline, process
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES, Place, Worker
 from manyhands.errors import ConfigError
@@ -33,7 +33,9 @@ def attach(timeout: float | None = None) -> Worker:
     limit = timeout_from(timeout)
     if place.size == 1 and place.engine != "torch":
         return inline.solo(limit)
-    module = importlib.import_module(f"manyhands.engines.{place.engine}")
+    with devices.no_garbage_collection():
+        module = importlib.import_module(f"manyhands.engines.{place.engine}")
+    terminal.whole_lines()
     if not place.is_main and not _labelled_by_launcher(place):
         number = place.rank if place.role == "worker" else place.role_rank
         terminal.label_lines(f"{place.role} {number}")

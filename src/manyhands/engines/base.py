@@ -18,7 +18,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -44,34 +44,51 @@ class Patience:
 
     WHY: a wake-up through the kernel costs 50-90 µs, a spin on shared memory 1 µs; but a spinning
     waiter steals the core that the other side may need. In proportion to the wait, the sleep adds
-    at most an eighth to it, whatever its length, with no lost wake-ups and nothing to leak.
+    at most an eighth to it, whatever its length, with no lost wake-ups and nothing to leak. Whoever
+    has waited for seconds looks less often: a thousand looks a second are a thirtieth of a core.
+
+    Time asleep is not time waited: between two looks no more than a second counts. A machine that
+    was suspended, or a process group that was stopped, goes on where it was.
     """
 
     SPIN_SECONDS = 20e-6
     YIELD_SECONDS = 120e-6
-    LONGEST_SLEEP = 1e-3
+    LONGEST_SLEEP = 1e-3  # of a wait up to half a second; then a 500th of it
+    LONGEST_OF_ALL = 20e-3
+    LONGEST_LOOK = 1.0  # that is counted between two looks
 
     def __init__(self, timeout: float) -> None:
-        self.start = time.perf_counter()
-        self.deadline = self.start + timeout if timeout > 0 else float("inf")
+        self.start = self._looked = time.perf_counter()
+        self.timeout = timeout if timeout > 0 else float("inf")
+        self._asleep = 0.0
 
     @property
     def waited(self) -> float:
-        return time.perf_counter() - self.start
+        now = time.perf_counter()
+        if now - self._looked > self.LONGEST_LOOK:
+            self._asleep += now - self._looked - self.LONGEST_LOOK
+        self._looked = now
+        return now - self.start - self._asleep
 
     @property
     def over(self) -> bool:
-        return time.perf_counter() > self.deadline
+        return self.waited > self.timeout
+
+    @property
+    def left(self) -> float:
+        """Seconds; never less than a millisecond."""
+        return max(self.timeout - self.waited, 1e-3)
 
     def pause(self) -> bool:
         """Wait a little. True when it really slept: the moment to look at deadlines and deaths."""
-        waited = time.perf_counter() - self.start
+        waited = self.waited
         if waited < self.SPIN_SECONDS and not _OVERSUBSCRIBED:
             return False
         if waited < self.YIELD_SECONDS:
             os.sched_yield()
             return False
-        time.sleep(min(waited / 8, self.LONGEST_SLEEP))
+        longest = min(max(waited / 500, self.LONGEST_SLEEP), self.LONGEST_OF_ALL)
+        time.sleep(min(waited / 8, longest))
         return True
 
 
@@ -287,6 +304,16 @@ class WeightStore(ABC):
         """
 
 
+def answer(future: Future[Any], timeout: float) -> Any:
+    """The result of a call, with TimeoutError at the deadline; 0 seconds: for ever."""
+    patience = Patience(timeout)
+    while True:
+        # In slices: a deadline of the kernel's would be over when a machine wakes up again.
+        done, _ = wait([future], min(patience.left, Patience.LONGEST_LOOK))
+        if done or patience.over:
+            return future.result(0 if done else 1e-3)
+
+
 class Service(ABC):
     """A handle on a named object in another worker. Its public methods can be called."""
 
@@ -299,7 +326,7 @@ class Service(ABC):
         future = self.call_async(method, *args, **kwargs)
         limit = self.timeout if timeout is None else timeout
         try:
-            return future.result(limit or None)
+            return answer(future, limit)
         except TimeoutError:
             raise CollectiveError(
                 f"call {method!r}: no answer within {limit:g} s from {self.name}"
@@ -335,37 +362,41 @@ class Place:
         return f"{self.role} {self.role_rank} (worker {self.rank} of {self.size}) on {self.host}"
 
 
-class Worker(ABC):
+class Parts(ABC):
+    """Channels, weight stores and services, as one worker has them."""
+
+    @abstractmethod
+    def channel(self, name: str, *, reader: int = 0, capacity: int = 8) -> Channel:
+        """The channel of that name; each writer may have `capacity` trees waiting in it.
+
+        Every worker names the same reader and capacity.
+        """
+
+    @abstractmethod
+    def weights(self, name: str, *, writer: int = 0) -> WeightStore:
+        """The weight store of that name; every worker names the same writer."""
+
+    @abstractmethod
+    def serve(self, name: str, target: object) -> None:
+        """Offer an object to the other workers; one call runs at a time."""
+
+    @abstractmethod
+    def service(self, name: str, timeout: float | None = None) -> Service:
+        """A handle on the object served under that name; waits for it to appear."""
+
+
+class Worker(Parts):
     """One worker's door to its engine."""
 
     place: Place
     timeout: float
     group: Group  # all workers together
 
-    def channel(self, name: str, *, reader: int = 0, capacity: int = 8) -> Channel:
-        """The channel of that name; each writer may have `capacity` trees waiting in it.
-
-        Every worker names the same reader and capacity.
-        """
-        raise self._not_here("channels")
-
-    def weights(self, name: str, *, writer: int = 0) -> WeightStore:
-        """The weight store of that name; every worker names the same writer."""
-        raise self._not_here("weight stores")
-
     def hand_out(self, weights: Tree) -> Tree:
         """The main worker's weights, on all; every worker calls it, as for a collective."""
         return self.group.broadcast(weights)
 
-    def serve(self, name: str, target: object) -> None:
-        """Offer an object to the other workers; one call runs at a time."""
-        raise self._not_here("services")
-
-    def service(self, name: str, timeout: float | None = None) -> Service:
-        """A handle on the object served under that name; waits for it to appear."""
-        raise self._not_here("services")
-
-    def breathe(self) -> None:  # noqa: B027 (most engines have nothing to do)
+    def breathe(self) -> None:
         """Where all workers share one process: let the others have their turn."""
 
     @property
@@ -377,8 +408,20 @@ class Worker(ABC):
         """How many workers are there now; None where a run does not outlast one that is gone."""
         return None
 
-    def show(self, look: Callable[[], dict[str, float]]) -> None:  # noqa: B027 (nobody to show to)
+    def show(self, look: Callable[[], dict[str, float]]) -> None:
         """Let others see this worker's seconds by phase. `look` is asked from another thread."""
+
+    def moves(self, sign: Callable[[], object]) -> None:
+        """Let the launcher see that this worker gets on: `sign` gives another object whenever its
+        main thread has done something. Asked from another thread."""
+
+    def lost(self) -> set[int]:
+        """Ranks of workers that have failed, and that the run goes on without."""
+        return set()
+
+    def away(self) -> set[int]:
+        """Ranks of workers that do not run now: lost, being started again, not there yet."""
+        return set()
 
     def peers(self) -> list[dict[str, Any]]:
         """What is known of each worker now: rank, role, state, seconds since its last heartbeat,
@@ -392,9 +435,3 @@ class Worker(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave: tell the others that no further call will come. Safe to call twice."""
-
-    def _not_here(self, what: str) -> SupportError:
-        return SupportError(
-            f"the {self.place.engine} engine has no {what}; they are on inline, local and ray: "
-            "type `manyhands launch --engine local ...`"
-        )

@@ -122,6 +122,16 @@ def find(name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def refuse_python(name: str) -> None:
+    """ConfigError for a function of Python itself, such as os:system, where an environment or a
+    network is to be made: a configuration that somebody else has written must not get that far."""
+    if name.partition(":")[0].partition(".")[0] in sys.stdlib_module_names:
+        raise ConfigError(
+            f"{name} is part of Python and makes neither environments nor networks; name a "
+            "function of your own, such as package.module:function"
+        )
+
+
 def knows(name: str) -> bool:
     """Whether `find` has something for a name that is no import path: it was remembered, or is in
     a script."""

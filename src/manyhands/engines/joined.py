@@ -98,9 +98,28 @@ def let_main_speak() -> None:
     """Before a worker leaves that has found what every worker finds alike.
 
     WHY: torchrun ends all others with the first that fails, and so would cut off the main worker's
-    words. It ends this one, too, as soon as they are said.
+    words. The first that leaves is the main one: on its machine nobody waits any longer.
     """
-    time.sleep(_SPEECH_SECONDS)
+    place, deadline, most = place_in(None), time.monotonic() + _SPEECH_SECONDS, 0
+    while time.monotonic() < deadline:
+        here = _started_here()
+        most = max(most, here)
+        # mpiexec lets the others be, and uses a whole core for as long as some of them are left.
+        expected = place.local_size if place is not None and place.engine == "mpi" else most
+        if here < expected:
+            return
+        time.sleep(0.1)
+
+
+def _started_here() -> int:
+    """How many of the launcher's workers run on this machine, this one included."""
+    import psutil  # slow to import, and hardly ever needed
+
+    try:
+        started = psutil.Process(os.getppid()).children()
+        return sum(child.status() != psutil.STATUS_ZOMBIE for child in started)
+    except psutil.Error:  # the launcher itself has gone, or one of them just now
+        return 0
 
 
 def main_decides(group: Group, decide: Callable[[], Any]) -> Any:
@@ -128,6 +147,6 @@ def leave(code: int) -> NoReturn:
     WHY: torch's gloo threads abort the process now and then when they are destroyed at exit.
     """
     place = place_in(None)
-    if place is not None and place.engine == "torch":
+    if place is not None:
         worker.leave(code, place.engine)
     sys.exit(code)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 import signal
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any
 
 from manyhands import devices, wire
 from manyhands import roles as parts
 from manyhands.engines import calls, inline, stopping
 from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
-from manyhands.engines.shared import DONE, Board, Segment
-from manyhands.engines.supervisor import FirstToGo, Supervisor, label, what_ended
+from manyhands.engines.process import what_ended
+from manyhands.engines.recovery import Recovery
+from manyhands.engines.shared import Board, Segment
+from manyhands.engines.supervisor import Seat, Supervisor, label
 from manyhands.errors import ConfigError, Stopped, SupportError, install, needs
 
 # An outer launcher's own variables would tell a worker that it is somebody else.
@@ -41,8 +43,9 @@ class Job:
     address: str = ""  # of a running Ray cluster
     results: bool = False
     roles: str = ""  # who plays which part, ranks in that order: actor=2,learner=2
-    restart: tuple[int, ...] = ()  # ranks that are started again when they are killed (local)
+    recovery: Recovery = field(default_factory=Recovery)  # when a worker fails (local, ray)
     graceful: bool = False  # asked to end by a first signal, ended by a second; see stopping.py
+    preload: tuple[str, ...] = ()  # modules that all workers need, imported once where they fork
 
 
 def launch(
@@ -72,7 +75,14 @@ def launch(
         check(Job(workers=workers, engine=engine, call="-"))
         return inline.run(lambda: function(*args, **kwargs), workers, timeout, given)
     job = Job(workers=workers, engine=engine, timeout=timeout, results=True, roles=roles)
-    return run(replace(job, call=calls.pack(function, args, kwargs)))
+    preload = ("torch",) if _has_torch(function) else ()
+    return run(replace(job, call=calls.pack(function, args, kwargs), preload=preload))
+
+
+def _has_torch(function: Callable[..., Any]) -> bool:
+    """Whether the module of a function, which all workers will import, has imported torch."""
+    names = vars(sys.modules.get(function.__module__, sys)).values()
+    return any(isinstance(n, ModuleType) and n.__name__.split(".")[0] == "torch" for n in names)
 
 
 def run(job: Job) -> list[Any]:
@@ -87,6 +97,7 @@ def run(job: Job) -> list[Any]:
     if results:
         env["MANYHANDS_RESULTS"] = ",".join(s.address for s in results)
     with Supervisor(board, host) as supervisor, stopping.graceful(job.graceful, board):
+        supervisor.recovery = job.recovery
         _START[job.engine](job, env, supervisor)
         supervisor.wait()
     return [_result(segment) for segment in results]
@@ -167,26 +178,38 @@ def _start_processes(
     A notebook shows what its kernel writes, and no more: there the main worker's output goes
     through us too, as it is.
     """
-    shown = []
     notebook = type(sys.stdout).__module__.startswith("ipykernel")
-    for rank in range(job.workers):
-        place = {"MANYHANDS_RANK": str(rank), "MANYHANDS_LOCAL_RANK": str(rank)}
-        place |= {"MANYHANDS_NOTEBOOK": "1"} if notebook else {}
-        child = supervisor.start(
-            _command(job),
-            env | place,
-            [rank],
-            pass_fds=pass_fds if rank == 0 else (),
+    seats = [
+        Seat(
+            rank,
+            {"MANYHANDS_RANK": str(rank), "MANYHANDS_LOCAL_RANK": str(rank)}
+            | ({"MANYHANDS_NOTEBOOK": "1"} if notebook else {}),
             piped=rank > 0 or notebook,
-            restart=rank in job.restart,
+            restart=rank in job.recovery.ranks,
         )
-        shown += [(rank, child)] if rank > 0 or notebook else []
+        for rank in range(job.workers)
+    ]
+    if job.workers > 1 and sys.platform.startswith("linux"):
+        children = supervisor.fork(_command(job), env, seats, job.preload, pass_fds)
+    else:
+        children = [
+            supervisor.start(
+                _command(job),
+                env | seat.env,
+                [seat.rank],
+                pass_fds=pass_fds if seat.rank == 0 else (),
+                piped=seat.piped,
+                restart=seat.restart,
+            )
+            for seat in seats
+        ]
     given = parts.from_environment(job.workers, env)
-    for rank, child in shown:
-        part = given.of(rank)
-        who = f"{part.role} {rank if part.role == 'worker' else part.rank}"
-        mark = label(who) if rank > 0 else None
-        supervisor.pass_on(child, mark, mark)
+    for seat, child in zip(seats, children, strict=True):
+        if seat.piped:
+            part = given.of(seat.rank)
+            who = f"{part.role} {seat.rank if part.role == 'worker' else part.rank}"
+            mark = label(who) if seat.rank > 0 else None
+            supervisor.pass_on(child, mark, mark)
 
 
 def _start_local(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
@@ -203,6 +226,8 @@ def _start_torch(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         env["MANYHANDS_MASTER"] = f"127.0.0.1:{listener.getsockname()[1]}"
         env["MANYHANDS_MASTER_FD"] = str(listener.fileno())
+        if job.call:  # a script may have something to say about how torch is imported
+            job = replace(job, preload=job.preload or ("torch",))
         _start_processes(job, env, supervisor, (listener.fileno(),))
 
 
@@ -216,8 +241,6 @@ def _start_inline(job: Job, env: dict[str, str], supervisor: Supervisor) -> None
 
 
 def _start_mpi(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
-    first = FirstToGo(supervisor.board)
-    banner = _MpiBanner(first)
     child = supervisor.start(
         [_mpiexec(), "-n", str(job.workers), *_command(job)],
         env,
@@ -225,40 +248,22 @@ def _start_mpi(job: Job, env: dict[str, str], supervisor: Supervisor) -> None:
         piped=True,
         # mpiexec answers Ctrl-C by killing all: it must not hear of one that only asks.
         own_group=job.graceful,
-        explain=lambda code: banner.explain(code, supervisor.board),
+        # Of a worker that ends, the board has how (worker.be_watched): this is mpiexec itself.
+        explain=lambda code: (0, f"{what_ended(code)}, or mpiexec did"),
     )
-    first.start()
-    supervisor.pass_on(child, lambda line: banner.keep(line), lambda line: banner.keep(line))
-    banner.ready = child.drain
+    supervisor.pass_on(child, _without_banner(), _without_banner())
 
 
-class _MpiBanner:
-    """mpiexec announces a death in a banner of its own: kept back, and said in our words."""
+def _without_banner() -> Callable[[bytes], bytes]:
+    """mpiexec announces a death in a banner, its last words: left out, and said in our own."""
+    begun = False
 
-    def __init__(self, first: FirstToGo) -> None:
-        self._first = first
-        self._lines: list[bytes] = []
-        self.ready: Callable[[], None] = lambda: None
+    def keep(line: bytes) -> bytes:
+        nonlocal begun
+        begun = begun or line.startswith(b"=====") or b"MPI_Abort(" in line
+        return b"" if begun else line
 
-    def keep(self, line: bytes) -> bytes:
-        if self._lines or line.startswith(b"=====") or b"MPI_Abort(" in line:
-            self._lines.append(line)
-            return b""
-        return line
-
-    def explain(self, code: int, board: Board) -> tuple[int, str]:
-        """Which worker it was: the first to go, else the one whose process the banner names."""
-        self.ready()
-        banner = b"".join(self._lines).decode(errors="replace")
-        pid = re.search(r"PID (\d+)", banner)
-        number = re.search(r"signal (\d+)", banner)
-        named = [r for r in range(board.workers) if pid and board.pid(r) == int(pid.group(1))]
-        text = what_ended(-int(number.group(1)) if number else code)
-        first = self._first.rank()
-        gone = [] if first is None or board.state(first) == DONE else [first]  # not who left well
-        if not gone and not named:
-            text += " (or another worker: mpiexec does not say which)"
-        return [*gone, *named, 0][0], text
+    return keep
 
 
 def _mpiexec() -> str:
@@ -302,6 +307,7 @@ def _ray_asked_first(job: Job, board: Board, env: dict[str, str], script: str) -
                 timeout=job.timeout,
                 env=env,
                 address=job.address,
+                recovery=job.recovery,
             )
         except BaseException:
             if soft is not None and soft.over:  # Ray's own code turns it into something else

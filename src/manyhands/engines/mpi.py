@@ -17,6 +17,7 @@ import dataclasses
 import faulthandler
 import json
 import os
+import socket
 import struct
 import sys
 import time
@@ -26,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.engines import process
+from manyhands.engines import hosts, process
 from manyhands.engines.base import (
     Check,
     Patience,
@@ -57,6 +58,10 @@ def attach(place: Place, timeout: float) -> MpiWorker:
         )
     process.wake_precisely()
     rank, size = world.rank, world.size
+    star = _Star(mpi, timeout)
+    near_and_far = star.tell("host", place.host)
+    _unname_shared_memory()
+    hosts.meet(place, near_and_far, star.tell, reach=lambda: star.unheard(near_and_far))
     unknown = Roster([f"worker {r} of {size}" for r in range(size)])
     transport = MpiTransport(mpi, _duplicate(mpi, timeout), unknown, timeout)
     board = process.open_board(size)
@@ -64,17 +69,23 @@ def attach(place: Place, timeout: float) -> MpiWorker:
         board = Board(size)
     given = [place.host, Board.token(board.address) if rank == 0 and board is not None else ""]
     met = [json.loads(n) for n in transport.exchange(json.dumps(["Parallel()", given]).encode())]
-    hosts = [str(m[1][0]) for m in met]
+    names = [str(m[1][0]) for m in met]
     if board is None:
         board = Board.open(str(met[0][1][1]), size)
     reached = transport.exchange(json.dumps(["Parallel()", board is not None]).encode())
     if not all(json.loads(n)[1] for n in reached):
         board = None  # seen by some only, it would tell half the truth
-    _unname_shared_memory()
+
+    def say(what: str, mine: Any) -> list[Any]:
+        said = transport.exchange(json.dumps([what, mine]).encode())
+        return [json.loads(n)[1] for n in said]
+
     # MPI's word instead of the launcher's variables: not every mpiexec sets them.
-    near, here = hosts.count(hosts[rank]), hosts[:rank].count(hosts[rank])
+    near, here = names.count(names[rank]), names[:rank].count(names[rank])
     place = dataclasses.replace(place, rank=rank, size=size, local_rank=here, local_size=near)
-    return MpiWorker(place, timeout, board, transport, hosts, _duplicate(mpi, timeout))
+    worker = MpiWorker(place, timeout, board, transport, names, _duplicate(mpi, timeout))
+    transport.introduce(worker.meet(names, say))
+    return worker
 
 
 def _initialised(timeout: float) -> Any:
@@ -121,6 +132,75 @@ def _unname_shared_memory() -> None:
                 os.unlink(name)
 
 
+class _Star:
+    """Words between all ranks by way of rank 0, before any call that all of them make together.
+
+    WHY: such a call waits for ever where two hosts do not reach each other, and cannot say which.
+    """
+
+    SECONDS = 12.0  # all have come through MPI_Init when it begins: a message takes milliseconds
+    TAG = 31_990
+
+    def __init__(self, mpi: Any, timeout: float) -> None:
+        self._mpi, self._world = mpi, mpi.COMM_WORLD
+        self._limit = min(timeout, self.SECONDS) if timeout > 0 else 0.0
+
+    def tell(self, what: str, mine: str) -> list[str]:
+        """What each rank says under a heading, by rank, on all."""
+        rank, size = self._world.rank, self._world.size
+        said = [mine] * size
+        for other in range(1, size) if rank == 0 else ():
+            said[other] = self._receive(other, what)
+        if rank == 0:
+            for other in range(1, size):
+                self._send(json.dumps(said), other)
+            return said
+        self._send(mine, 0)
+        return [str(text) for text in json.loads(self._receive(0, what))]
+
+    def unheard(self, hosts: Sequence[str]) -> list[str]:
+        """The first rank of each host calls those of all others: a line for each that is silent."""
+        rank, firsts = self._world.rank, sorted({hosts.index(host) for host in hosts})
+        if rank not in firsts:
+            return []
+        others = [r for r in firsts if r != rank]
+        heard, byte, tag = {r: bytearray(1) for r in others}, self._mpi.BYTE, self.TAG + 1
+        pending = {r: self._world.Irecv([heard[r], byte], r, tag) for r in others}
+        sent = [self._world.Isend([b"!", byte], r, tag) for r in others]
+        patience = Patience(self._limit)
+        while pending and not patience.over:
+            pending = {r: request for r, request in pending.items() if not request.Test()}
+            patience.pause()
+        given_up = [*pending.values(), *(s for s in sent if not s.Test())]
+        LOST.extend([*given_up, heard] if given_up else [])
+        return [
+            f"{hosts[rank]} has not heard from {hosts[r]} by MPI within {patience.waited:.0f} s"
+            for r in pending
+        ]
+
+    def _send(self, text: str, to: int) -> None:
+        data, patience = text.encode(), Patience(self._limit)
+        request = self._world.Isend([data, self._mpi.BYTE], to, self.TAG)
+        while not request.Test():
+            if patience.pause() and patience.over:  # who waits for an answer will say so
+                LOST.append((data, request))
+                return
+
+    def _receive(self, source: int, what: str) -> str:
+        patience, status = Patience(self._limit), self._mpi.Status()
+        while not self._world.Iprobe(source, self.TAG, status):
+            if patience.pause() and patience.over:
+                raise CollectiveError(
+                    f"start of the mpi engine ({what}): nothing came from worker {source} to "
+                    f"worker {self._world.rank} ({socket.gethostname()}) within "
+                    f"{patience.waited:.0f} s, though both were started; can their hosts reach "
+                    "each other? UCX_NET_DEVICES=eth0 (MPICH) names the interface to use"
+                )
+        data = bytearray(status.Get_count(self._mpi.BYTE))
+        self._world.Recv([data, self._mpi.BYTE], source, self.TAG)
+        return data.decode()
+
+
 def _duplicate(mpi: Any, timeout: float) -> Any:
     """A communicator of our own, so that the user's own MPI calls cannot meet ours."""
     comm, request = mpi.COMM_WORLD.Idup()
@@ -142,7 +222,6 @@ class MpiWorker(process.ProcessWorker):
         self._failed = False
         atexit.register(self._leave)  # before `close` is registered: runs after it
         super().__init__(place, timeout, board)
-        transport.introduce(self.roster(hosts))
         self.group = Group(transport)
 
     def fail(self, error: BaseException) -> None:

@@ -17,17 +17,34 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from manyhands.engines.base import Place, Roster, Worker, worker_names
-from manyhands.engines.shared import DEAD, DONE, EMPTY, FAILED, RUNNING, Board
+from manyhands.engines.base import (
+    Channel,
+    Place,
+    Roster,
+    Service,
+    WeightStore,
+    Worker,
+    worker_names,
+)
+from manyhands.engines.shared import DEAD, DONE, EMPTY, FAILED, LOST, RUNNING, Board
 from manyhands.errors import CollectiveError
 
+if TYPE_CHECKING:
+    from manyhands.engines.parts.memory import MemoryParts
+    from manyhands.engines.parts.network import NetworkParts
+
+# everybody's word (plain data) under a heading, by rank
+Say = Callable[[str, Any], list[Any]]
+FORK = "MANYHANDS_FORK"  # the plan of a process that forks the workers: worker.become_worker
 _CURRENT: list[ProcessWorker] = []  # at most one a process
 
 
 class ProcessWorker(Worker):
-    """Everything about a worker but the way it moves bytes. Engines add `group` and the rest."""
+    """Everything about a worker but the way it moves bytes. Engines add `group` and `parts`."""
+
+    parts: MemoryParts | NetworkParts | None = None  # ray has its own
 
     def __init__(self, place: Place, timeout: float, board: Board | None) -> None:
         self.place, self.timeout, self.board = place, timeout, board
@@ -49,9 +66,44 @@ class ProcessWorker(Worker):
             return BoardRoster(self.board, range(size), names)
         return Roster(names)
 
+    def channel(self, name: str, *, reader: int = 0, capacity: int = 8) -> Channel:
+        assert self.parts is not None
+        return self.parts.channel(name, reader=reader, capacity=capacity)
+
+    def weights(self, name: str, *, writer: int = 0) -> WeightStore:
+        assert self.parts is not None
+        return self.parts.weights(name, writer=writer)
+
+    def serve(self, name: str, target: object) -> None:
+        assert self.parts is not None
+        self.parts.serve(name, target)
+
+    def service(self, name: str, timeout: float | None = None) -> Service:
+        assert self.parts is not None
+        return self.parts.service(name, timeout)
+
+    def meet(self, hosts: Sequence[str], say: Say, rendezvous: str = "") -> Roster:
+        """Come by channels, weights and services; the roster of all workers. All call it.
+
+        In shared memory where all have the board, else over the network.
+        """
+        from manyhands.engines.parts import memory, network
+
+        roster, place = self.roster(hosts), self.place
+        if self.board is not None and not network.forced():
+            self.parts = memory.MemoryParts(self.board, roster, place, self.timeout)
+            return roster
+        far = network.meet(place, hosts, roster.names, say, self.timeout, rendezvous)
+        self.parts = far
+        if self.board is not None:
+            far.roster = roster
+        return far.roster
+
     def fail(self, error: BaseException) -> None:
         """Leave the original traceback where the supervisor and the others find it."""
         self._left = True
+        if self.parts is not None:
+            self.parts.close(f"failed: {type(error).__name__}: {error}")
         if self._heartbeat is not None:
             self._heartbeat.stop()
         if self.board is not None and self.board.state(self.place.rank) == RUNNING:
@@ -66,6 +118,22 @@ class ProcessWorker(Worker):
     def show(self, look: Callable[[], dict[str, float]]) -> None:
         if self._heartbeat is not None:
             self._heartbeat.look = look
+
+    def moves(self, sign: Callable[[], object]) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.sign = sign
+
+    def lost(self) -> set[int]:
+        return self._in_state(LOST)
+
+    def away(self) -> set[int]:
+        return self._in_state(EMPTY, FAILED, DEAD, LOST)
+
+    def _in_state(self, *states: int) -> set[int]:
+        board = self.board
+        if board is None:
+            return set()
+        return {rank for rank in range(self.place.size) if board.state(rank) in states}
 
     def peers(self) -> list[dict[str, Any]]:
         board = self.board
@@ -95,6 +163,9 @@ class ProcessWorker(Worker):
     def close(self) -> None:
         if self._left:
             return
+        if self.parts is not None:
+            self.parts.drain()
+            self.parts.close("")
         self._left = True
         if self._heartbeat is not None:
             self._heartbeat.stop()
@@ -125,7 +196,10 @@ class ProcessWorker(Worker):
         return any(r < me or not board.secondary(r) for r in failed)
 
 
-_STATES = {EMPTY: "starting", RUNNING: "running", DONE: "finished", FAILED: "failed", DEAD: "dead"}
+_STATES = {
+    EMPTY: "starting", RUNNING: "running", DONE: "finished", FAILED: "failed", DEAD: "dead",
+    LOST: "lost",
+}  # fmt: skip
 
 
 def _phases(text: str) -> dict[str, float]:
@@ -174,6 +248,14 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it ended before we could ask
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def show_as(name: str) -> None:
+    """The name of this process in `top` and `ps` (15 bytes at most)."""
+    if sys.platform.startswith("linux"):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(15, name.encode()[:15])  # PR_SET_NAME
 
 
 def wake_precisely() -> None:
@@ -228,7 +310,7 @@ class BoardRoster(Roster):
                     f"{doing}: {self.name(rank)} has finished and will not come. Workers must make "
                     "the same calls the same number of times"
                 )
-            if state in (FAILED, DEAD):
+            if state in (FAILED, DEAD, LOST):
                 said = self.board.text(world, "report").strip().rsplit("\n", 1)[-1]
                 raise CollectiveError(f"{doing}: {self.name(rank)} is gone: {said}")
 
@@ -239,6 +321,8 @@ class Heartbeat:
     def __init__(self, board: Board, rank: int) -> None:
         self._board, self._rank = board, rank
         self.look: Callable[[], dict[str, float]] | None = None  # seconds by phase
+        self.sign: Callable[[], object] = object  # another than before: the main thread has moved
+        self._last: object = None
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="manyhands-heartbeat", daemon=True)
@@ -251,6 +335,9 @@ class Heartbeat:
         while not self._stop.wait(_BEAT_SECONDS):
             with contextlib.suppress(Exception):
                 self._board.beat(self._rank, self._where())
+                if (sign := self.sign()) != self._last:
+                    self._last = sign
+                    self._board.moved(self._rank)
                 if self.look is not None:
                     self._board.set_text(self._rank, "phases", json.dumps(self.look()))
 
@@ -327,6 +414,16 @@ class HowFar:
         except RuntimeError:  # the store is gone, with the worker that held it
             self._store = None
             return 0
+
+
+def what_ended(code: int) -> str:
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(-code).name
+            hint = " (kill -9, or out of memory)" if -code == signal.SIGKILL else ""
+            return f"was killed by signal {name}{hint}"
+        return f"was killed by signal {-code}"
+    return f"left with exit code {code}"
 
 
 def alive(pid: int) -> bool:

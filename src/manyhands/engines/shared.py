@@ -125,10 +125,10 @@ def fence() -> None:
         pass
 
 
-EMPTY, RUNNING, DONE, FAILED, DEAD = range(5)
+EMPTY, RUNNING, DONE, FAILED, DEAD, LOST = range(6)  # LOST: dead, and the run goes on
 _PAGE = 16384
 _WORDS = 16  # eight-byte words at the head of a page
-_PID, _STATE, _BEAT, _CODE, _SINCE, _SECONDARY, _TURN, _STOP = range(8)
+_PID, _STATE, _BEAT, _CODE, _SINCE, _SECONDARY, _TURN, _STOP, _MOVED = range(9)
 # (offset, room) of each text on a page
 _TEXTS = {"host": (128, 128), "role": (256, 64), "where": (320, 256), "call": (576, 448),
           "notes": (1024, 3072), "phases": (4096, 1024),
@@ -207,6 +207,7 @@ class Board:
         self.arrive(rank)
         self._write_text(rank + 1, "role", role)
         self._words[self._base(rank) + _BEAT] = time.monotonic_ns()
+        self.moved(rank)
         fence()
         self.set_state(rank, RUNNING)
 
@@ -241,6 +242,20 @@ class Board:
         self._write_text(rank + 1, "where", where)
         self._words[self._base(rank) + _BEAT] = time.monotonic_ns()
 
+    def moved(self, rank: int) -> None:
+        """That worker's main thread has done something since it was last looked at."""
+        self._words[self._base(rank) + _MOVED] = time.monotonic_ns()
+
+    def no_signs(self, rank: int) -> None:
+        """Its process is another from here on, and has not come yet."""
+        base = self._base(rank)
+        self._words[base + _BEAT] = self._words[base + _MOVED] = 0
+
+    def signs(self, rank: int) -> tuple[int, int]:
+        """The times of its last heartbeat and of its last move: other numbers, other signs."""
+        base = self._base(rank)
+        return int(self._words[base + _BEAT]), int(self._words[base + _MOVED])
+
     def beat_age(self, rank: int) -> float:
         return (time.monotonic_ns() - int(self._words[self._base(rank) + _BEAT])) / 1e9
 
@@ -255,6 +270,11 @@ class Board:
         notes = self.notes(rank)
         notes[key] = value
         self._write_text(rank + 1, "notes", json.dumps(notes))
+
+    def note(self, rank: int, key: str) -> Any:
+        """One of them; None as long as it is not there. Made to be asked again and again."""
+        there = json.dumps(key) in self._read_text(rank + 1, "notes")
+        return self.notes(rank).get(key) if there else None
 
     def notes(self, rank: int) -> dict[str, Any]:
         try:

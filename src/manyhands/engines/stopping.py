@@ -59,7 +59,7 @@ def answer_in_worker(board: Board) -> None:
             raise SystemExit(STOPPED)
         board.ask_stop(number)
 
-    for number in _heard():
+    for number in heard():
         if number != signal.SIGINT:  # ignored in workers: the launcher alone answers it
             signal.signal(number, answer)
 
@@ -95,7 +95,7 @@ class SoftStop:
         _asked_here[0] = 0
         self._open = True
         if threading.current_thread() is threading.main_thread():
-            for number in _heard():
+            for number in heard():
                 self._handlers[number] = signal.signal(number, self._answer)
         return self
 
@@ -151,7 +151,7 @@ def graceful(
     return SoftStop(board, through_ray=through_ray) if on else contextlib.nullcontext()
 
 
-def _heard() -> list[signal.Signals]:
+def heard() -> list[signal.Signals]:
     """The signals to answer; not SIGHUP where somebody (nohup) has it ignored."""
     deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in SIGNALS if not (deaf and number == signal.SIGHUP)]

@@ -10,8 +10,8 @@ import codecs
 import contextlib
 import ctypes
 import functools
+import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -20,64 +20,74 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
 from manyhands import roles, terminal
-from manyhands.engines.process import alive
-from manyhands.engines.shared import DEAD, DONE, EMPTY, FAILED, RUNNING, Board
-from manyhands.errors import Stopped, WorkerError
+from manyhands.engines.process import FORK, alive, what_ended
+from manyhands.engines.recovery import LineFilter, Recovery, Restart, Watch
+from manyhands.engines.shared import DEAD, DONE, EMPTY, FAILED, LOST, RUNNING, Board
+from manyhands.errors import ConfigError, Stopped, WorkerError
 
-LineFilter = Callable[[bytes], bytes]
 POLL_SECONDS = 0.02
+START_SECONDS = 300.0  # for what all workers import: from a cold network disk it takes minutes
+SPARE_FILES = 64  # for all that a launcher opens beside its workers' output
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 LINGER_SECONDS = 1.0  # how long a worker that has failed may take to leave
 CAUSE_SECONDS = 0.4  # how long the first failure waits for a deeper cause to show
-RESTARTS, RESTART_WINDOW = 5, 60.0  # so often in so many seconds; more is no accident
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # before a restart
+SHOWN_BYTES = 1 << 20  # of each worker's output in a second
+LONGEST_LINE = 1 << 16
 
 
-@dataclass
-class Restart:
-    """How to start a worker again that was killed, and how often it was.
+@dataclass(frozen=True)
+class Seat:
+    """Where one worker is to sit: its own part of the environment, and whom its output goes to."""
 
-    Only where the others do not wait for it: an actor of an asynchronous run. One that raised an
-    error is not started again: it would raise it again, and the user is to see it.
-    """
-
-    command: list[str]
+    rank: int
     env: dict[str, str]
-    times: int = 0
-    deaths: list[float] = field(default_factory=list)
-    filters: tuple[LineFilter | None, LineFilter | None] = (None, None)
+    piped: bool
+    restart: bool
 
-    def allowed(self) -> bool:
-        """Note a death; whether it is one of few."""
-        now = time.monotonic()
-        self.deaths = [*(t for t in self.deaths if now - t < RESTART_WINDOW), now]
-        return len(self.deaths) <= RESTARTS
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """The next process. The more deaths there were, the longer the pause before it."""
-        self.times += 1
-        time.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (len(self.deaths) - 1)))
-        # WHY no preexec_fn: threads run by now, and only a plain spawn is safe beside them. The
-        # worker itself asks to die with us.
-        env = self.env | {"MANYHANDS_RESTARTS": str(self.times)}
-        pipe = subprocess.PIPE
-        return subprocess.Popen(self.command, env=env, stdout=pipe, stderr=pipe)
+class Forked:
+    """A worker that was forked for us: the part of a Popen that we use."""
+
+    def __init__(self, pid: int, output: list[int]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdout: IO[bytes] | None = None
+        self.stderr: IO[bytes] | None = None
+        if output:
+            self.stdout, self.stderr = (os.fdopen(fd, "rb") for fd in output)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # somebody else in this process has waited for it
+                self.returncode = 0
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
 
 
 @dataclass
 class Child:
     """A process we started, and the workers it hosts (mpiexec hosts all)."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     ranks: list[int]
     explain: Callable[[int], tuple[int, str]] | None = None  # exit code -> (rank, what it means)
     gone: bool = False
-    restart: Restart | None = None  # for workers that are started again when they are killed
+    restart: Restart | None = None  # for workers that the run can do without for a while
+    watch: Watch | None = None
+    silence: tuple[str, str] | None = None  # why we have killed it: kind, and in words
+    lost: bool = False  # dead, and the run goes on without it
     pumps: list[threading.Thread] = field(default_factory=list)
 
     def drain(self) -> None:
@@ -90,6 +100,7 @@ class Supervisor:
     def __init__(self, board: Board, host: str) -> None:
         self.board, self.host = board, host
         self.children: list[Child] = []
+        self.recovery = Recovery()
         self.keep: Any = None  # shared memory that must live as long as the workers
         self._handlers: dict[int, Any] = {}
         adopt_orphans()
@@ -119,11 +130,82 @@ class Supervisor:
             stdout=pipe,
             stderr=pipe,
             process_group=0 if own_group else None,
-            preexec_fn=_die_with_us,
+            preexec_fn=die_with_us,
         )
         again = Restart(command, env) if restart else None
         self.children.append(Child(child, ranks, explain, restart=again))
         return self.children[-1]
+
+    def fork(
+        self,
+        command: list[str],
+        env: dict[str, str],
+        seats: list[Seat],
+        modules: tuple[str, ...],
+        pass_fds: tuple[int, ...] = (),
+    ) -> list[Child]:
+        """Start workers that are forked from one process, which has imported for all.
+
+        An import of torch takes a second or two of processor time: 64 workers would take a minute
+        of two cores. What it lays in memory is there once, too. `pass_fds` go to worker 0.
+        """
+        make_room_for(4 * len(seats))
+        answer, answers = os.pipe()
+        pipes = {seat.rank: [os.pipe(), os.pipe()] for seat in seats if seat.piped}
+        ours = {rank: [read for read, _ in pair] for rank, pair in pipes.items()}
+        theirs = {rank: [write for _, write in pair] for rank, pair in pipes.items()}
+        written = [answers, *(fd for pair in theirs.values() for fd in pair)]
+        plan = {
+            "modules": modules,
+            "workers": [{"env": s.env, "output": theirs.get(s.rank, [])} for s in seats],
+            "answer": answers,
+            "close": written,
+            "keep": pass_fds,
+        }
+        try:
+            template = self.start(
+                command,
+                env | {FORK: json.dumps(plan)},
+                [seat.rank for seat in seats],
+                pass_fds=(*written, *pass_fds),
+            )
+        finally:
+            for fd in written:
+                os.close(fd)
+        try:
+            pids = self._forked_by(template, answer, modules)
+        except BaseException:
+            for fd in [fd for pair in ours.values() for fd in pair]:
+                os.close(fd)
+            raise
+        finally:
+            os.close(answer)
+        self.children.remove(template)
+        children = []
+        for seat, pid in zip(seats, pids, strict=True):
+            again = Restart(command, env | seat.env) if seat.restart else None
+            process = Forked(pid, ours.get(seat.rank, []))
+            children.append(Child(process, [seat.rank], restart=again))
+        self.children += children
+        return children
+
+    def _forked_by(self, template: Child, answer: int, modules: tuple[str, ...]) -> list[int]:
+        """The pids of the workers, once the process that forks them has written them and left."""
+        deadline = time.monotonic() + START_SECONDS
+        while (code := template.process.poll()) is None:
+            if time.monotonic() > deadline:
+                text = (
+                    f"has not imported {', '.join(['numpy', *modules])} within {START_SECONDS:g} s"
+                )
+                self.board.set_state(0, DEAD, text, code=1)
+                raise self._failure()
+            time.sleep(POLL_SECONDS)
+        if code != 0:
+            template.gone = True
+            self._note_end(template, code)
+            raise self._failure()
+        pids: list[int] = json.loads(os.read(answer, 1 << 16))
+        return pids
 
     def pass_on(self, child: Child, out: LineFilter | None, err: LineFilter | None) -> None:
         """Show the lines of a piped child as `out` and `err` (bytes -> bytes) want them; None
@@ -156,62 +238,189 @@ class Supervisor:
         except Stopped:
             self.kill_all()
         finally:
+            for child in self.children:
+                if child.watch is not None:
+                    child.watch.close()
             if exc[1] is not None:
                 terminal.clear_below(sys.stdout)  # a main worker that was killed could not
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
 
     def wait(self) -> None:
-        """Until every child has ended well. WorkerError as soon as one has not."""
+        """Until every child has ended well. WorkerError as soon as one has not, and the run cannot
+        go on."""
         while True:
             running = 0
             for child in self.children:
+                if child.gone:
+                    continue
                 code = child.process.poll()
-                if code is None or (not child.gone and self._restarted(child, code)):
+                if code is None:
                     running += 1
-                elif not child.gone:
+                    self._look_at(child)
+                elif self._recovered(child, code):
+                    running += not child.lost
+                else:
                     child.gone = True
                     self._note_end(child, code)
                     child.drain()
-            if any(c.gone and c.process.returncode for c in self.children) or self._lingers():
+            if any(c.gone and not c.lost and self._failed(c) for c in self.children):
+                raise self._failure()
+            if self._lingers():
                 raise self._failure()
             if not running:
                 return
             time.sleep(POLL_SECONDS)
 
-    def _restarted(self, child: Child, code: int) -> bool:
-        """Whether a worker that a signal has killed has a new process."""
-        restart, rank = child.restart, child.ranks[0]
-        if restart is None or code >= 0 or self.board.aborted or self.board.stop_word:
+    def _failed(self, child: Child) -> bool:
+        return bool(child.process.returncode) or self.board.state(child.ranks[0]) == DEAD
+
+    # -- recovery ------------------------------------------------------------------------------
+
+    def _look_at(self, child: Child) -> None:
+        """Whether a worker that may fail gets on; one that does not is killed, and
+        where it was is kept."""
+        if child.restart is None:
+            return
+        rank = child.ranks[0]
+        if child.watch is None:
+            pid, silence = child.process.pid, self.recovery.silence
+            child.watch = Watch(self.board, rank, pid, silence)
+        found = child.watch.look() if self.board.state(rank) in (EMPTY, RUNNING) else None
+        lingers = self.board.state(rank) == FAILED and self._long_ago(rank)
+        if found is not None and child.silence is None and not self.board.aborted:
+            child.silence = found
+            if stacks := child.watch.stacks(ask=True):
+                child.silence = (found[0], f"{found[1]}. It was here:\n{stacks}")
+        if child.silence is not None or lingers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.process.pid, signal.SIGKILL)
+
+    def _recovered(self, child: Child, code: int) -> bool:
+        """Whether the run goes on after this end: with a new process, or without this worker."""
+        restart, rank, board = child.restart, child.ranks[0], self.board
+        if restart is None or board.aborted or (code == 0 and board.state(rank) == DONE):
             return False
-        if not restart.allowed():
-            return False
-        who = f"{roles.from_environment(self.board.workers, restart.env).name(rank)}"
-        said = f"{who} {what_ended(code)}; it is started again (restart {restart.times + 1})"
-        print(f"manyhands: {said}", file=sys.stderr, flush=True)
-        self.board.set_state(rank, EMPTY)
-        child.process = restart.start()
-        self.pass_on(child, *restart.filters)
+        if restart.due is None:
+            child.drain()
+            kind, what = self._how_it_ended(child, code)
+            if board.secondary(rank):  # it suffers from what another has done
+                return False
+            return self._decided(child, code, kind, what)
+        if time.monotonic() >= restart.due:
+            if child.watch is not None:
+                child.watch.close()
+            child.watch = child.silence = None
+            child.pumps.clear()
+            child.process = restart.start()
+            self.pass_on(child, *restart.filters)
         return True
+
+    def _decided(self, child: Child, code: int, kind: str, what: str) -> bool:
+        restart, rank, recovery = child.restart, child.ranks[0], self.recovery
+        assert restart is not None
+        left = sum(c.restart is not None and not c.lost for c in self.children) - 1
+        action, why = recovery.policy, ""
+        if (self.board.stop_word or self.board.state(0) == DONE) and action != "stop":
+            action = "continue"  # nobody waits for it any more
+        elif action == "continue" and left < recovery.minimum:
+            action = "stop"
+            why = (
+                f"of the workers that act {left} are left, and --min-workers is {recovery.minimum}"
+            )
+        elif action == "restart" and not restart.allowed(recovery.restarts):
+            action = "stop"
+            why = (
+                f"gave up after {len(restart.deaths) - 1} restarts in {restart.span:.0f} s "
+                f"(--max-restarts {recovery.restarts})"
+            )
+        who = roles.from_environment(self.board.workers, restart.env).name(rank)
+        self._record(rank, who, code, kind, what, action, restart.times)
+        if action == "stop":
+            text = f"{why}. It {what}" if why else what
+            self.board.set_state(rank, DEAD, text, code=128 - code if code < 0 else code or 1)
+            return False
+        then = f"it is started again (restart {restart.times + 1})"
+        if action == "restart":
+            self.board.set_state(rank, EMPTY)
+            self.board.no_signs(rank)
+        else:
+            child.lost = child.gone = True
+            self.board.set_state(rank, LOST, what)
+            then = f"the run goes on without it ({left} are left)"
+        first, _, more = what.partition("\n")
+        more = f"\n{more}" if more else ""
+        print(f"manyhands: {who} {first.rstrip(':')}; {then}{more}", file=sys.stderr, flush=True)
+        return True
+
+    def _how_it_ended(self, child: Child, code: int) -> tuple[str, str]:
+        """(kind of fault, in words with the traceback where there is one)."""
+        rank = child.ranks[0]
+        if child.silence is not None:
+            return child.silence
+        if self.board.state(rank) == FAILED:
+            report = self.board.text(rank, "report").rstrip()
+            _, _, traceback = report.partition("\n")
+            # The error itself: the first line after the last that is indented.
+            lines = traceback.split("\n  ")[-1].split("\n")[1:]
+            return "raised", f"raised {lines[0]}\n{traceback}" if lines else report
+        text = what_ended(code)
+        if code == 0:
+            text += " before its work was done"
+        stacks = "" if child.watch is None else child.watch.stacks()
+        if stacks:
+            text += f". It was here:\n{stacks}"
+        return "killed" if code < 0 else "exited", text
+
+    def _record(
+        self,
+        rank: int,
+        who: str,
+        code: int,
+        kind: str,
+        what: str,
+        action: str,
+        times: int = 0,
+    ) -> None:
+        """A line of events.jsonl."""
+        first, _, traceback = what.partition("\n")
+        name = None
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                name = signal.Signals(-code).name
+        self.recovery.event(
+            "worker_fault",
+            kind=kind, worker=rank, who=who, what=first.rstrip(":"), signal=name, exit_code=code,
+            traceback=traceback, action=action, restarts=times,
+        )  # fmt: skip
 
     def _lingers(self) -> bool:
         """Whether a worker has reported its failure but does not end (a thread of the user's)."""
-        long_ago = time.monotonic_ns() - int(LINGER_SECONDS * 1e9)
+        may_fail = {c.ranks[0] for c in self.children if c.restart is not None}
         return any(
-            self.board.state(r) == FAILED and self.board.since(r) < long_ago
+            self.board.state(r) == FAILED and self._long_ago(r)
             for r in range(self.board.workers)
+            if r not in may_fail
         )
+
+    def _long_ago(self, rank: int) -> bool:
+        return self.board.since(rank) < time.monotonic_ns() - int(LINGER_SECONDS * 1e9)
 
     def _note_end(self, child: Child, code: int) -> None:
         """Put on the board what the dead can no longer say."""
+        if code == 0 and child.explain is None and self.board.state(child.ranks[0]) == RUNNING:
+            # os._exit(0), of an environment or a library: no worker of ours leaves like that.
+            text = "left with exit code 0 before its work was done"
+            self.board.set_state(child.ranks[0], DEAD, text, code=1)
+            return
         for rank in child.ranks:
             state = self.board.state(rank)
             if code == 0 and state in (EMPTY, RUNNING):
                 self.board.set_state(rank, DONE)
         if code == 0:
             return
-        if any(self.board.state(r) == FAILED for r in child.ranks):
-            return  # one of them has said why; the others were ended for it
+        if any(self.board.state(r) in (FAILED, DEAD) for r in child.ranks):
+            return  # it is known why; the others were ended for it
         rank, text = (child.ranks[0], what_ended(code))
         if child.explain is not None:
             rank, text = child.explain(code)
@@ -235,13 +444,34 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
         rank = min(causes or failed, key=self.board.since, default=0)
         report = self.board.text(rank, "report").rstrip()
+        if not causes:  # all have waited for somebody who is still there
+            report += self._stacks_of_the_silent()
         host = self.board.text(rank, "host") or self.host
         pid = f" (pid {self.board.pid(rank)})" if self.board.pid(rank) else ""
         code = self.board.code(rank) or 1
         role = self.board.text(rank, "role")
         named = "" if role in ("", "worker") else f"{role}, "
         who = f"{named}worker {rank} of {self.board.workers} on {host}{pid}"
+        if not any(c.restart is not None and rank in c.ranks for c in self.children):
+            killed = "killed by signal" in report
+            kind = "killed" if killed else "raised" if "\n" in report else "exited"
+            self._record(rank, who, 128 - code if killed else code, kind, report, "stop")
         return WorkerError(who, report, rank=rank, exit_code=code)
+
+    def _stacks_of_the_silent(self) -> str:
+        """Where those are that run on while others have given up waiting for them."""
+        found = ""
+        for child in self.children:
+            rank, pid = child.ranks[0], child.process.pid
+            if child.explain is not None or self.board.state(rank) != RUNNING:
+                continue
+            if child.process.poll() is None:
+                watch = Watch(self.board, rank, pid, 0.0)
+                watch.look()
+                if stacks := watch.stacks(ask=True):
+                    found += f"\nWorker {rank} (pid {pid}) was here:\n{stacks}"
+                watch.close()
+        return found
 
     def stop(self, reason: str) -> None:
         """End everything that is still there, gently first."""
@@ -274,73 +504,26 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
 
-class FirstToGo:
-    """Notices which worker ended first, where the processes are not our own children.
-
-    WHY: mpiexec kills the rest within a millisecond and names any of them.
-    """
-
-    def __init__(self, board: Board) -> None:
-        self._board = board
-        self._known: dict[int, int] = {}  # file descriptor of a process -> rank
-        self._first: int | None = None
-        self._left = board.workers
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        # WHY epoll: it hands out events in the order in which they happened, so that who was first
-        # can still be told when all have ended by the time a busy machine lets us look. poll()
-        # gives the order of registration.
-        self._ended = select.epoll() if hasattr(os, "pidfd_open") else None
-
-    def start(self) -> None:
-        if self._ended is not None:
-            self._thread.start()
-
-    def rank(self) -> int | None:
-        """Who ended first without saying that he would; None if that was not seen."""
-        self._over.set()
-        if self._thread.is_alive():
-            self._thread.join(1.0)
-        self.look(0.0)
-        for fd in self._known:
-            with contextlib.suppress(OSError):  # asked twice
-                os.close(fd)
-        return self._first
-
-    def _watch(self) -> None:
-        while self._left and not self._over.is_set():
-            self.look(0.01)
-
-    def look(self, seconds: float) -> None:
-        """Watch the workers that have arrived, for so long."""
-        if self._ended is None:
-            return
-        missed = []
-        for rank in sorted({*range(self._board.workers)} - {*self._known.values()}):
-            if pid := self._board.pid(rank):
-                try:
-                    fd = os.pidfd_open(pid)
-                except OSError:  # it ended, and was waited for, before we could look
-                    missed.append(rank)
-                    continue
-                self._known[fd] = rank
-                self._ended.register(fd, select.EPOLLIN)
-        for fd, _ in self._ended.poll(seconds):
-            self._ended.unregister(fd)
-            self._left -= 1
-            self._note(self._known[fd])
-        if len(missed) == 1:  # of several, nobody knows who was first
-            self._note(missed[0])
-
-    def _note(self, rank: int) -> None:
-        if self._first is None and self._board.state(rank) in (EMPTY, RUNNING):
-            self._first = rank
-
-
 def label(who: str) -> LineFilter:
-    """Put the worker's name before each line."""
+    """Put the worker's name before each line. Of one that prints without end, the most is left
+    out: the others are to be heard."""
     mark = f"[{who}] ".encode()
-    return lambda line: mark + line
+    since, shown, left_out = 0.0, 0, 0
+
+    def marked(line: bytes) -> bytes:
+        nonlocal since, shown, left_out
+        now, said = time.monotonic(), b""
+        if now - since > 1.0:
+            if left_out:
+                said = mark + f"... {left_out:,} bytes are not shown\n".encode()
+            since, shown, left_out = now, 0, 0
+        if shown > SHOWN_BYTES:
+            left_out += len(line)
+            return said
+        shown += len(line)
+        return said + mark + line
+
+    return marked
 
 
 def _pump(source: Any, sink: Any, rewrite: LineFilter | None) -> None:
@@ -348,8 +531,8 @@ def _pump(source: Any, sink: Any, rewrite: LineFilter | None) -> None:
     text = codecs.getincrementaldecoder("utf-8")("replace")
     # The main worker's live view lies below the cursor: cleared here, it is drawn again there.
     clear = b"\x1b[J" if rewrite is not None and terminal.can_draw(sink) else b""
-    pieces = source if rewrite is not None else iter(functools.partial(source.read1, 65536), b"")
-    for piece in pieces:
+    read = source.readline if rewrite is not None else source.read1
+    for piece in iter(functools.partial(read, LONGEST_LINE), b""):
         shown = piece if rewrite is None else rewrite(piece)
         shown = clear + shown if shown else b""
         if sink is None:  # closed before we were started
@@ -367,6 +550,22 @@ def descendants() -> list[int]:
     return [child.pid for child in psutil.Process().children(recursive=True) if alive(child.pid)]
 
 
+def make_room_for(files: int) -> None:
+    """Let this process open so many files more; ConfigError where it may not."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = files + len(os.listdir("/proc/self/fd")) + SPARE_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"so many workers need {needed} open files, and {hard} are allowed; start fewer, or "
+            f"type: ulimit -Hn {needed} (as root)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 def adopt_orphans() -> None:
     """Processes that our workers start and leave behind become our children, so we can end them."""
     if sys.platform.startswith("linux"):
@@ -381,22 +580,13 @@ def _reap_orphans(ours: set[int]) -> None:
                 os.waitpid(child.pid, os.WNOHANG)
 
 
-def _die_with_us() -> None:
+def die_with_us() -> None:
+    """In a process that is being started: the kernel kills it when the one that starts it ends."""
     if sys.platform.startswith("linux"):
         _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 _LIBC: Any = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
-
-
-def what_ended(code: int) -> str:
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            name = signal.Signals(-code).name
-            hint = " (kill -9, or out of memory)" if -code == signal.SIGKILL else ""
-            return f"was killed by signal {name}{hint}"
-        return f"was killed by signal {-code}"
-    return f"left with exit code {code}"
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> None:

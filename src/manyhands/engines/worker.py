@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import io
+import gc
+import importlib
+import json
 import os
 import signal
 import sys
@@ -20,13 +22,19 @@ from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-from manyhands import wire
-from manyhands.engines import calls, inline, process, stopping
+import numpy as np
+
+from manyhands import devices, terminal, wire
+from manyhands.engines import calls, inline, process, recovery, stopping
 from manyhands.engines.attach import detect, timeout_from
-from manyhands.engines.shared import DONE, FAILED, RUNNING, Board
+from manyhands.engines.base import Patience
+from manyhands.engines.shared import DEAD, DONE, FAILED, RUNNING, Board
 from manyhands.errors import CollectiveError, WorkerError
 
 STOPPED = stopping.STOPPED
+WATCHED = "MANYHANDS_WATCHED"
+# Signals that are meant for a worker and not for the process that watches it.
+_ASKED = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 def run_script(path: str, args: list[str]) -> None:
@@ -52,18 +60,18 @@ def run_payload(payload: dict[str, Any]) -> Any:
 
 
 def main() -> NoReturn:
-    process.die_with_parent(os.getppid())
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # Whole lines: workers share a terminal. Under PYTHONUNBUFFERED, too, where `print`
-            # writes text and newline apart, and another worker's line may come between them.
-            stream.reconfigure(line_buffering=True, write_through=False)
     # WHY ignore: Ctrl-C in a terminal reaches every process; the launcher alone answers it, and
     # ends the workers by SIGTERM, which here unwinds the stack so that `finally` blocks run.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    plan = os.environ.pop(process.FORK, "")
+    process.die_with_parent(become_worker(json.loads(plan)) if plan else os.getppid())
+    terminal.whole_lines()
     signal.signal(signal.SIGTERM, _stop)
     place = detect(os.environ)
+    process.show_as(f"manyhands-{place.rank}")
     board = process.open_board(place.size)
+    if place.engine == "mpi" and board is not None and not os.environ.get(WATCHED):
+        be_watched(place.rank, board)
     if os.environ.get("MANYHANDS_GRACEFUL") == "1" and board is not None:
         stopping.answer_in_worker(board)
     call = os.environ.get("MANYHANDS_CALL", "")
@@ -77,7 +85,82 @@ def main() -> NoReturn:
         leave(_run_inline(program, place.size, board), place.engine)
     if board is not None:
         board.arrive(place.rank)
+        recovery.leave_stacks(board, place.rank)
     leave(_run_one(program, place.rank, board), place.engine)
+
+
+def become_worker(plan: dict[str, Any]) -> int:
+    """Import once what all workers need, fork them, and leave; in each of them: the launcher's pid.
+
+    The launcher adopts them, as it does all whose parents leave (PR_SET_CHILD_SUBREAPER), and reads
+    their pids from a pipe.
+
+    CRUCIAL: a fork copies the locks of other threads but not the threads, so it must come before
+    any. Importing torch starts none, nor does it touch a GPU. Where something else has started one
+    (BLAS with several threads, a sitecustomize), each fork begins anew as a program of its own.
+    """
+    with devices.no_garbage_collection():
+        for name in plan["modules"]:
+            with contextlib.suppress(Exception):  # the workers meet it too, and say it properly
+                importlib.import_module(name)
+    gc.freeze()  # a collection would write to the pages that all share
+    alone = len(os.listdir("/proc/self/task")) == 1
+    template, launcher, pids = os.getpid(), os.getppid(), []
+    for place in plan["workers"]:
+        pid = os.fork()
+        if pid == 0:
+            _take_place(place, plan)
+            # No deadline of its own: the launcher has one for us all, and kills us past it.
+            while os.getppid() == template:
+                time.sleep(0.001)
+            if not alone:
+                os.execv(sys.executable, sys.orig_argv)
+            return launcher
+        pids.append(pid)
+    with os.fdopen(plan["answer"], "w") as answer:
+        json.dump(pids, answer)
+    os._exit(0)
+
+
+def be_watched(rank: int, board: Board) -> None:
+    """Go on in a child. This process waits for its end, writes it on the board and follows.
+
+    WHY: when a rank dies, mpiexec kills the others at once and then names any of them. It learns of
+    a death by the end of that rank's PMI socket, which this process holds open until it has
+    written: so who was first, and how it ended, is known before another can be killed.
+    """
+    alone = len(os.listdir("/proc/self/task")) == 1  # see become_worker
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKED)
+    watcher, worker = os.getpid(), os.fork()
+    if worker == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        process.die_with_parent(watcher)
+        if not alone:
+            os.execve(sys.executable, sys.orig_argv, os.environ | {WATCHED: "1"})
+        return
+    for number in _ASKED:
+        signal.signal(number, signal.SIG_IGN)
+    process.show_as(f"manyhands-{rank}-w")
+    # No deadline: a worker may run for weeks. The launcher ends both.
+    code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    code_shown = code if code >= 0 else 128 - code
+    if code and board.state(rank) not in (FAILED, DEAD):
+        when = ", after its work was done" if board.state(rank) == DONE else ""
+        board.set_state(rank, DEAD, process.what_ended(code) + when, code=code_shown)
+    os._exit(code_shown)
+
+
+def _take_place(place: dict[str, Any], plan: dict[str, Any]) -> None:
+    """The worker's own environment and output; what belongs to the others is closed."""
+    os.environ.update(place["env"])
+    np.random.seed()  # Python's generator has seen the fork; numpy's would be the same on all
+    for mine, stream in zip(place["output"], (1, 2), strict=False):
+        os.dup2(mine, stream)
+    for fd in plan["close"]:
+        os.close(fd)
+    for fd in plan["keep"]:
+        if place["env"]["MANYHANDS_RANK"] != "0":
+            os.close(fd)
 
 
 def _run_one(program: Callable[[], Any], rank: int, board: Board | None) -> int:
@@ -157,12 +240,12 @@ def _watch_baton(world: inline.World, board: Board) -> None:
     Inside the engine nobody can notice: only the holder of the baton runs. A person in a debugger
     is left alone.
     """
-    seen, since = -1, time.monotonic()
+    seen, patience = -1, Patience(world.timeout)
     while world.timeout > 0:
         time.sleep(min(0.2, world.timeout / 10))
         if world.turns != seen or world.size == 1 or "pdb" in sys.modules:
-            seen, since = world.turns, time.monotonic()
-        elif time.monotonic() - since > world.timeout:
+            seen, patience = world.turns, Patience(world.timeout)
+        elif patience.over:
             rank = world.turn
             frame = sys._current_frames().get(world.threads[rank] or 0)
             stack = "".join(traceback.format_stack(frame)) if frame is not None else ""

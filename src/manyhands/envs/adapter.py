@@ -244,6 +244,11 @@ class VecAdapter(ABC):
                 rank=self.worker,
             ) from None
 
+    @property
+    def clock(self) -> int:
+        """How often the environments have been stepped."""
+        return self._clock
+
     def _sent(self, actions: Array) -> Array:
         """What goes to the environments, once it is certain that there is one for each."""
         if not self._running:
@@ -255,7 +260,8 @@ class VecAdapter(ABC):
 
     def _check_row(self, obs: Obs) -> None:
         if self._finite is not None and not self._finite.holds(obs):
-            raise self._not_finite("an observation", self._finite.bad_row(obs))
+            env, part = self._finite.bad_row(obs), self._finite.bad_part(obs)
+            raise self._not_finite(f"an observation{part}", env)
 
     def _check_masks(self, obs: Obs, envs: Sequence[int] | Array | None = None) -> None:
         """Whether something can be done wherever an action is to be chosen; `envs`: the rows'."""
@@ -369,6 +375,12 @@ class FiniteCheck:
         parts = [batch[key] if self._is_dict else batch for key in self._zeros]
         finite = [np.isfinite(part).reshape(len(part), -1).all(axis=1) for part in parts]
         return int(np.argmin(np.logical_and.reduce(finite)))
+
+    def bad_part(self, batch: Obs) -> str:
+        """In words, which part of a Dict has one."""
+        if not self._is_dict:
+            return ""
+        return next(f" ({k!r})" for k in self._zeros if not np.isfinite(batch[k]).all())
 
 
 class DictRows:

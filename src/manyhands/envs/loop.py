@@ -41,6 +41,7 @@ from manyhands.types import Obs
 LONGEST = 100_000  # steps of an episode that is played again; a longer one is not resumed
 SECONDS = 30.0  # that playing again may take on a worker; the others wait for it
 _ROOM, _MOST_BYTES = 256, 256 << 20
+_LOOKED_AT = 100  # steps whose results are looked at closely; later only what costs nothing
 
 EnvFactory = Callable[[], gymnasium.Env[Any, Any]]
 
@@ -157,7 +158,11 @@ class EnvLoop(VecAdapter):
         obs = zeros(self.observation_space, (self.num_envs,)) if out is None else out
         rows = obs if self._plain else DictRows(obs)
         for i in range(self.num_envs):
-            value = self._reset_one(i, seeded=self._episode_seeds or not self._running)
+            try:
+                value = self._reset_one(i, seeded=self._episode_seeds or not self._running)
+            except Exception as error:
+                error.add_note(f"raised by the first reset() of env {self._first + i}")
+                raise
             if fault := shape_fault(self.observation_space, value):
                 raise ConfigError(f"env {i}: reset() gave an observation whose {fault}")
             rows[i] = value
@@ -179,10 +184,12 @@ class EnvLoop(VecAdapter):
         self._log.add(sent, self._starts)
         self._clock += 1
         rewards: list[float] = []
-        i = -1
+        i, early = -1, self._clock <= _LOOKED_AT
         try:
             for i, env_step, action in zip(self._numbers, self._steps, sent, strict=True):
                 value, reward, terminated, truncated, info = env_step(action)
+                if early:
+                    self._look_at(value, reward, (terminated, truncated), info)
                 rewards.append(reward)
                 returns[i] += reward
                 if terminated or truncated:
@@ -343,10 +350,28 @@ class EnvLoop(VecAdapter):
         if self._chance is not None:
             self._chance.leave()
 
+    def _look_at(self, value: Any, reward: Any, flags: tuple[Any, Any], info: Any) -> None:
+        """What numpy would take without a word, and ought not to."""
+        if fault := shape_fault(self.observation_space, value):
+            raise ValueError(f"step() gave an observation whose {fault}")
+        if np.iscomplexobj(value):
+            raise ValueError("step() gave an observation of complex numbers")
+        if np.shape(reward) != () or np.iscomplexobj(reward):
+            raise ValueError(f"step() gave the reward {reward!r}; one number is expected")
+        for flag in flags:
+            if not isinstance(flag, (bool, np.bool_, int, np.integer)):
+                raise ValueError(
+                    f"step() gave terminated={flags[0]!r}, truncated={flags[1]!r}; True or False "
+                    "is expected"
+                )
+        if not isinstance(info, dict):
+            raise ValueError(f"step() gave the info {info!r}; a dict is expected")
+
     def _store_rewards(self, rewards: list[float], row: Step) -> None:
         row.reward[:] = rewards
-        if self._finite is not None and not math.isfinite(sum(rewards)):
-            bad = int(np.argmin(np.isfinite(rewards)))
+        # As they are stored: 1e300 is a number, and infinite in four bytes.
+        if self._finite is not None and not math.isfinite(row.reward.sum(dtype=np.float64)):
+            bad = int(np.argmin(np.isfinite(row.reward)))
             raise self._not_finite("a reward", bad)
         if self._reward_clip is not None:
             np.clip(row.reward, -self._reward_clip, self._reward_clip, out=row.reward)

@@ -49,7 +49,7 @@ from manyhands.envs.registry import (
 from manyhands.envs.vector import VectorAdapter, as_gymnasium
 from manyhands.errors import ConfigError, needs
 
-Backend = Literal["auto", "gymnasium", "vector", "envpool", "atari", "pettingzoo"]
+Backend = Literal["auto", "gymnasium", "vector", "envpool", "atari", "pettingzoo", "torch"]
 
 
 def make_vec(
@@ -72,7 +72,8 @@ def make_vec(
         num_envs: sub-environments of this worker.
         backend: "gymnasium" steps Python environments in a loop; "vector" uses the environment's
             own vector implementation; "envpool" and "atari" are C++ engines; with "pettingzoo"
-            each agent of a game is one of the environments. "auto" takes "atari" for ALE's games,
+            each agent of a game is one of the environments; "torch" has them as tensors
+            (envs/tensors.py). "auto" takes "atari" for ALE's games,
             "vector" for a `VectorEnv`, and "gymnasium" for all others.
         seed, worker: root of the seed tree and this worker's branch of it.
         box_actions: "clip", "scale" or "raw"; see `ActionMap`.
@@ -93,6 +94,10 @@ def make_vec(
         return make_envpool(env, num_envs, **common, **env_kwargs)
     if isinstance(env, VectorEnv):
         return _adapt(env, num_envs, backend, common)
+    if backend == "torch":
+        from manyhands.envs.tensors import make_tensors  # torch: not for those who do not ask
+
+        return make_tensors(env, num_envs, **common, **env_kwargs)
     if backend == "pettingzoo":
         from manyhands.envs.multi_agent import make_pettingzoo
 

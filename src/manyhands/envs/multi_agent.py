@@ -10,7 +10,7 @@ All act at once (`ParallelEnv`):
 One after the other (`AECEnv`):
 
     row r             one seat in a game of its own, the next seat in each game; whoever sits in the
-                      others is asked in between (`others`): see strategies/opponents.py
+                      others is asked in between (`others`): see strategies/experience.py
     reward            what came to the agent from its action on until its next turn, or its end
     an early end      the row begins the next game; what the others would still do is not played
 

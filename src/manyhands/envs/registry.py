@@ -30,7 +30,11 @@ EnvSource = str | Callable[..., Any]
 # Whose `info` is known to have no mask: nobody has to look.
 _WITHOUT_MASKS = re.compile(r"ale_py|gymnasium\.envs\.(?!toy_text)")
 
-ATARI_ID = re.compile(r"^ALE/|NoFrameskip-v\d+$|-ram-v\d+$")
+ATARI_ID = re.compile(r"^ALE/|NoFrameskip-v\d+$|-ram(Deterministic|NoFrameskip)?-v\d+$")
+# Ids of Gym's. What ale-py still registers of them is known, and does not come here.
+_OLD_ATARI = re.compile(
+    r"(?P<game>\w+?)(?P<ram>-ram)?(?P<kind>Deterministic|NoFrameskip)?-v(?P<version>[04])$"
+)
 
 
 def resolve(env: EnvSource) -> EnvSource:
@@ -105,6 +109,9 @@ def is_atari(env: EnvSource) -> bool:
 
 def unknown_id(env_id: str, known: list[str], detail: str) -> ConfigError:
     """The error for a name nobody knows, with the names that come nearest."""
+    old = _OLD_ATARI.match(env_id)
+    if old and f"ALE/{old['game']}-v5" in known:
+        return ConfigError(_instead_of(env_id, old))
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(env_id.lower(), list(by_lower), n=4, cutoff=0.6)
     if near:
@@ -112,6 +119,21 @@ def unknown_id(env_id: str, known: list[str], detail: str) -> ConfigError:
     else:
         hint = "no registered name is close; for your own environment give 'package.module:Class'"
     return ConfigError(f"there is no environment {env_id!r}: {hint} ({detail})")
+
+
+def _instead_of(env_id: str, old: re.Match[str]) -> str:
+    """What to type today for an id of Gym's that ale-py does not register any more."""
+    # What the ids said: v0 repeats the last action one time in four, as today's do, v4 never does.
+    # The plain ones skipped 2 to 4 frames by chance, which nobody does any more.
+    options: dict[str, Any] = {"obs_type": "ram"} if old["ram"] else {}
+    if old["version"] == "4":
+        options["sticky_actions"] = 0.0
+    if old["kind"] == "NoFrameskip":
+        options["frame_skip"] = 1
+    words = "".join(f" {name}={value}" for name, value in options.items())
+    return f"there is no environment {env_id!r} any more; type: --env ALE/{old['game']}-v5" + (
+        f" --env-kwargs{words}, or in Python: env_kwargs={options}" if options else ""
+    )
 
 
 def takes_num_envs(env: EnvSource) -> bool:
@@ -221,6 +243,7 @@ def missing_package(env_id: str, error: Exception) -> ManyhandsError:
 
 def _from_import_path(path: str) -> EnvSource:
     module_name, _, attribute = path.partition(":")
+    calls.refuse_python(path)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

@@ -16,7 +16,7 @@ from typing import Literal
 from manyhands.config import Experiment
 from manyhands.engines.base import cores as usable_cores
 from manyhands.strategies import registry as strategies
-from manyhands.strategies.spec import OK
+from manyhands.strategies.registry import OK
 
 Kind = Literal[
     "collecting",
@@ -86,7 +86,8 @@ def stepper_of(env: str, backend: str) -> Stepper:
     code = "" if found is None else str(found.entry_point)
     if backend == "atari" or code.startswith("ale_py") or ATARI_ID.search(env):
         return "ale"
-    copied = _IN_ENVPOOL.match(code) and not _NOT_IN_ENVPOOL.match(env)
+    own = env.startswith("manyhands/")  # Gymnasium's code under an id that EnvPool does not know
+    copied = _IN_ENVPOOL.match(code) and not (own or _NOT_IN_ENVPOOL.match(env))
     return "gymnasium" if copied and backend in ("auto", "gymnasium") else "other"
 
 
@@ -206,6 +207,17 @@ class Phases:
             more = max(0.0, now - mark) if phase in open_ else 0.0
             found[name] = round(phase.seconds + more, 3)
         return found
+
+    @property
+    def current(self) -> str:
+        """The innermost phase that is open now; "" outside of all."""
+        open_ = self._open[-1:]
+        return next((name for name, phase in list(self._phases.items()) if phase in open_), "")
+
+    @property
+    def mark(self) -> float:
+        """When a phase last began or ended."""
+        return self._mark
 
     def add(self, name: str, seconds: float) -> None:
         """Count time that was measured elsewhere."""

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from manyhands import __version__, wire
 from manyhands.errors import ConfigError, WorkerError
@@ -46,8 +47,9 @@ FORMAT = 1
 FOLDER = "checkpoints"
 ARRAYS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 KEPT = 2  # newest checkpoints that stay, besides the best
-MAX_JSON, MAX_MANIFEST = 256 << 20, 64 << 10  # bytes
+MAX_JSON, MAX_MANIFEST = 64 << 20, 64 << 10  # bytes; JSON takes twenty times that in memory
 
+_SMALL = 1 << 20  # bytes that are always there
 _NAME = re.compile(r"\d{12,}")
 _TEMPORARY, _DAMAGED = ".tmp-", "damaged-"
 
@@ -239,6 +241,12 @@ def _manifest(path: Path) -> dict[str, Any]:
                 f"{found.get('manyhands')}; this is manyhands {__version__}, which reads format "
                 f"{FORMAT}: resume with the version that wrote it"
             )
+        for name in (ARRAYS, STATE):
+            written = found["files"][name]
+            if type(written["size"]) is not int or set(written) != {"sha256", "size"}:
+                raise ValueError(f"size of {name}")
+        if type(found["env_steps"]) is not int or "score" not in found:
+            raise ValueError("facts")
         # Every byte counts: what is not exactly as it was written has been changed.
         whole = data == _manifest_text({k: v for k, v in found.items() if k != "sha256"})
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as fault:
@@ -250,9 +258,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 def _checked(file: Path, manifest: Mapping[str, Any]) -> bytes:
     """The bytes of a file, once they are those that were written."""
-    written = manifest["files"].get(file.name)
-    if written is None:
-        raise Damaged(f"{file} is not in the manifest")
+    written = manifest["files"][file.name]
     data = _read(file, written["size"] if file.name == ARRAYS else min(written["size"], MAX_JSON))
     if len(data) != written["size"]:
         raise Damaged(f"{file} has {len(data):,} bytes, but {written['size']:,} were written")
@@ -271,7 +277,9 @@ def _read(file: Path, limit: int) -> bytes:
                 raise Damaged(f"{file} is not a plain file")
             if facts.st_size > limit:
                 raise Damaged(f"{file} has {facts.st_size:,} bytes, at most {limit:,} are expected")
-            return source.read()
+            if facts.st_size > _SMALL and facts.st_size > psutil.virtual_memory().available:
+                raise Damaged(f"{file} has {facts.st_size:,} bytes, more than memory is free")
+            return source.read(facts.st_size)
     except OSError as error:
         raise Damaged(f"{file} cannot be read ({error.strerror})") from None
 
@@ -327,7 +335,7 @@ def unpack(text: str, arrays: dict[str, Array], *, tensors: bool = True) -> Any:
     """
     try:
         return _unpack(json.loads(text), arrays, 0, tensors)
-    except (LookupError, TypeError, ArithmeticError, RecursionError, RuntimeError) as fault:
+    except (LookupError, TypeError, ArithmeticError, RuntimeError) as fault:
         raise ValueError(f"{type(fault).__name__}: {fault}") from None
 
 

@@ -352,6 +352,7 @@ class RunFolder:
 # By hand, and not with filelock: before version 4 that empties the file of whoever holds it when
 # another only asks, so that nobody could say who; and it gives up where a file system has no locks.
 LOCK = ".lock"
+LEAVING_SECONDS = 3.0  # for a process that was killed to be gone
 
 
 class RunLock:
@@ -386,9 +387,17 @@ class RunLock:
                 os.rmdir(self.path.parent)  # a run that could not begin leaves nothing
 
     def _open(self) -> int:
+        deadline = time.monotonic() + LEAVING_SECONDS
         while True:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             free, holder = _take(fd), _holder(fd)
+            # A process that was killed lets go of its files and then leaves the list of processes;
+            # the other way round if a thread has a write to finish. With one gone, wait for both.
+            leaving = _here(holder) and free == _is_alive(holder)
+            if leaving and time.monotonic() < deadline:
+                os.close(fd)
+                time.sleep(0.02)
+                continue
             if not free or _is_alive(holder):
                 os.close(fd)
                 raise ConfigError(self._in_use(holder))
@@ -425,8 +434,13 @@ def _me() -> dict[str, Any]:
     }
 
 
+def _here(holder: dict[str, Any]) -> bool:
+    """Whether it is another process of this machine."""
+    return holder.get("host") == socket.gethostname() and holder.get("pid") != os.getpid()
+
+
 def _is_alive(holder: dict[str, Any]) -> bool:
-    """Whether what the file says may still be true although the lock was free."""
+    """Whether the process that the file names may still be there."""
     if not holder:
         return False
     if holder.get("host") != socket.gethostname():
@@ -452,7 +466,10 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in ticks since the machine's start: numbers of processes come again."""
+    """When a process began, in ticks since the machine's start: numbers of processes come again.
+    "" where it has ended, also if nobody has waited for it: not every container's first one does.
+    """
     with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *more = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else more[18]
     return ""

@@ -13,13 +13,14 @@ import io
 import shutil
 import sys
 import threading
+from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from manyhands.experiment.bottleneck import Phases
-from manyhands.experiment.progress import State, duration, lag_of
-from manyhands.experiment.report_lines import number
+from manyhands.experiment.progress import State, duration, lag_of, number
 from manyhands.terminal import Outlet, Relay, Standing, can_draw
 
 _ERASE_DOWN, _ERASE_RIGHT = "\x1b[J", "\x1b[K"
@@ -28,19 +29,24 @@ _GAP = "   "
 
 
 class Live:
-    """Draws into a terminal. What this process prints meanwhile appears above the view."""
+    """Draws into a terminal. What this process prints meanwhile appears above the view.
 
-    def __init__(self, outlet: Outlet) -> None:
-        self._outlet = outlet
+    `lines` makes a view of so many columns from what there is to show.
+    """
+
+    def __init__(
+        self, outlet: Outlet, lines: Callable[[Any, int], list[Text]] | None = None
+    ) -> None:
+        self._outlet, self._lines = outlet, lines or view_lines
         self._page = io.StringIO()  # rich writes here, and we to the terminal, all at once
         self._console = Console(file=self._page, force_terminal=True, highlight=False)
         self._lock = threading.RLock()  # threads of the user's may print while we draw
-        self._last: State | None = None
+        self._last: Any = None
         self._up = False  # whether the view is on the screen, below the cursor
         self._open_line = False  # whether somebody has printed half a line
         self._standing = Standing()
 
-    def show(self, state: State) -> None:
+    def show(self, state: Any) -> None:
         with self._lock:
             if self._last is None:
                 self._relay()
@@ -76,10 +82,10 @@ class Live:
         self._make_room()
         self._open_line = not text.endswith("\n")
 
-    def _draw(self, state: State) -> None:
+    def _draw(self, state: Any) -> None:
         width, height = self._size()
         # Never more than the screen has: the cursor could not come back to the top.
-        lines = ["", *self._rendered(view_lines(state, width))][: max(1, height - 1)]
+        lines = ["", *self._rendered(self._lines(state, width))][: max(1, height - 1)]
         text = (_ERASE_RIGHT + "\r\n").join(lines) + _ERASE_DOWN
         back = f"\x1b[{len(lines) - 1}A" if len(lines) > 1 else ""
         # One write: a terminal shows it all at once, so nothing flickers.

@@ -31,12 +31,10 @@ class Appended:
     def write(self, text: str) -> None:
         """OSError when the disk is full: the file is then as it was before."""
         data = text.encode()
-        try:
-            if os.write(self._fd, data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            os.ftruncate(self._fd, self.size)
-            raise
+        if (written := os.write(self._fd, data)) != len(data):
+            # The launcher writes to the same file of events: nothing but our own part goes.
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.size += len(data)
 
     def sync(self) -> None:
@@ -139,6 +137,11 @@ class Returns:
         self.episodes += 1
         if self.best is None or total > self.best:
             self.best = total
+
+    def also(self, episodes: int, best: float) -> None:
+        """So many have ended besides those that are added, and the best return of all of them."""
+        self.episodes += episodes
+        self.best = best if self.best is None else max(best, self.best)
 
     @property
     def mean(self) -> float | None:

@@ -22,8 +22,7 @@ from manyhands.experiment.bottleneck import Phases, merged
 from manyhands.experiment.folder import RunFolder
 from manyhands.experiment.hooks import FinishedEpisode
 from manyhands.experiment.metrics import Returns
-from manyhands.experiment.progress import Progress
-from manyhands.experiment.report_lines import end_table, number, start_table
+from manyhands.experiment.progress import Progress, end_table, number, start_table
 from manyhands.experiment.sinks import make_sinks
 from manyhands.policy import Started, network_line, save_policy
 

@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from manyhands.errors import ConfigError
+from manyhands.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +85,21 @@ class Adam:
         else:
             self._plain_step(grad, lr)
 
+    def step_on_device(self, grad: Tensor, lr: Tensor) -> None:
+        """The same step with a rate that is a tensor of one number, and nothing read back: it can
+        be part of a CUDA graph. Whoever takes so many of them calls `count` afterwards."""
+        self._step_tensor.add_(1)
+        beta1, beta2 = self.betas
+        self._mean.lerp_(grad, 1.0 - beta1)
+        self._square.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+        rate = lr / (1.0 - beta1**self._step_tensor)
+        scale = (1.0 - beta2**self._step_tensor).sqrt()
+        self.flat.sub_(rate * self._mean / (self._square.sqrt() / scale + self.eps))
+
+    def count(self, steps: int) -> None:
+        """So many steps were taken on the device."""
+        self._step += steps
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold, as copies: a number and two tensors."""
         return {
@@ -103,6 +118,7 @@ class Adam:
                 )
             own.copy_(state[name])
         self._step = int(state["step"])
+        self._step_tensor.fill_(self._step)
 
     def _fused_step(self, grad: Tensor, lr: float) -> None:
         flat, mean, square, step = self._lists
@@ -208,3 +224,27 @@ def _within(progress: float) -> float:
 
 def _unknown(spec: Spec) -> ConfigError:
     return ConfigError(f"{spec!r} is not a schedule; give {_FORMS}")
+
+
+# -- numbers that are none -------------------------------------------------------------------------
+
+
+def check_gradient(norm: float, update: int, who: str = "") -> None:
+    """WorkerError where the norm of a gradient says that there is a NaN or an infinity in it."""
+    if not math.isfinite(norm):
+        raise WorkerError(
+            f"the gradient of update {update}{who} is not finite; the weights are those "
+            "of the update before. A smaller learning rate or --normalize-rewards may help"
+        )
+
+
+def check_weights(algorithm: Any) -> None:
+    """WorkerError where a weight is NaN or infinite: none such is published or saved."""
+    if bool(algorithm.flat.data.isfinite().all()):
+        return
+    bad = [n for n, p in algorithm.model.named_parameters() if not p.isfinite().all()]
+    raise WorkerError(
+        f"weights are NaN or infinite after update {algorithm.version} ({', '.join(bad)}). "
+        "They were not published, and the checkpoint on disk is of an earlier update; a "
+        "smaller learning rate may help"
+    )

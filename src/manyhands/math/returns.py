@@ -14,12 +14,15 @@ batch. Arrays are [T, B]; no loop in Python is longer than log₂ T.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Advantages(NamedTuple):
@@ -61,6 +64,35 @@ def gae(
     keep = np.asarray((gamma * lam) * ~(terminated | truncated), dtype=dtype)
     advantages = _backward_sums(delta, keep)
     return Advantages(advantages, np.asarray(advantages + values, dtype=dtype))
+
+
+def gae_of_tensors(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) of `gae`, where the tensors [T, B] are."""
+    delta = rewards + gamma * next_values.masked_fill(terminated, 0.0) - values
+    keep = (gamma * lam) * (~(terminated | truncated)).to(delta.dtype)
+    span = 1
+    while span < len(delta):  # out of place: a tensor that overlaps itself is not added in order
+        ahead = delta[:-span] + keep[:-span] * delta[span:]
+        kept = keep[:-span] * keep[span:]
+        delta, keep = _with_tail(ahead, delta), _with_tail(kept, keep)
+        span *= 2
+    return delta, delta + values
+
+
+def _with_tail(new: Tensor, old: Tensor) -> Tensor:
+    """The new rows, and behind them the old ones that nothing was added to."""
+    out = old.clone()
+    out[: len(new)] = new
+    return out
 
 
 def _backward_sums(x: Array, keep: Array) -> Array:

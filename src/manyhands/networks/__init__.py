@@ -2,7 +2,7 @@
 
 encoders.py   observations -> features, and the layers that all networks are made of
 build.py      spaces -> ActorCritic; forward(observations) -> (distribution parameters, values)
-q.py          spaces -> Q(s, ·) of DQN; μ(s) and Q(s, a) of DDPG
+q.py          spaces -> Q(s, ·), or a policy and Q(s, a): what learns from a replay
 own.py        a network of the user's own in their place
 heads.py      what the distribution parameters mean: sample, log_prob, entropy, kl, mode
 flat.py       the parameters of a network as one tensor

@@ -154,6 +154,10 @@ class ImageEncoder(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         if self.channels_last:
             images = images.permute(0, 3, 1, 2)
+        elif images.device.type == "cpu" and not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            # The numbers of one pixel side by side: the first layer's gradient then takes 70 µs a
+            # row instead of 170, and bringing bytes into that order 10.
+            images = images.contiguous(memory_format=torch.channels_last)
         features: Tensor = self.layers(images.to(torch.float32) * (1.0 / 255.0))
         return features
 

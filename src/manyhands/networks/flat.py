@@ -53,6 +53,10 @@ class FlatParameters:
         """Numpy views of the gradients by name, in flat order; on the CPU only."""
         return self._named(self._gradients)
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Views of the gradient by name, in flat order."""
+        return dict(zip(self._parameters, self._gradients, strict=True))
+
     def zero_grad(self) -> None:
         """Zero the gradient, and take back a `.grad` that an optimiser has set to None."""
         self.grad.zero_()

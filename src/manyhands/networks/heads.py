@@ -8,9 +8,10 @@ then its own, not the new one's by accident.
     MultiCategorical   MultiDiscrete   P = n_1 + n_2 + … logits
     Bernoulli          MultiBinary     P = n logits
     DiagonalGaussian   Box             P = 2 d: means, then log standard deviations
+    SquashedGaussian   bounded Box     the same, of what is squashed to the bounds by tanh
 
 Actions are [N, *action_shape] in the terms of the space (a Discrete that starts at 1 gives 1, 2,
-…), but for the Gaussian, whose actions live on the unit scale until `to_env`. Actions that are
+…), but for DiagonalGaussian, whose actions live on the unit scale until `to_env`. Actions that are
 impossible now have the logit ILLEGAL (`masked`).
 
 WHY not torch.distributions: its objects cost more to make and validate than a small forward pass.
@@ -34,6 +35,8 @@ from manyhands.types import MASK
 
 ILLEGAL = -1e9  # logit of an impossible action: its exponential is exactly 0, and 0 · −10⁹ is 0
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
+_LOG_2 = math.log(2.0)
+_INSIDE = 1.0 - 1e-6  # of a bound, where tanh can still be undone
 
 
 class Head(Protocol):
@@ -236,6 +239,52 @@ class DiagonalGaussian:
     def to_env(self, actions: Array) -> Array:
         scaled = actions * self._scale + self._offset
         return np.asarray(np.clip(scaled, self.low, self.high), self.dtype)
+
+
+class SquashedGaussian(DiagonalGaussian):
+    """a = middle + reach · tanh(u), u of independent normals: actions lie within the bounds.
+
+    log p(a) = log N(u) − Σ log(1 − tanh² u) − Σ log reach             PAPER: arXiv:1801.01290
+    """
+
+    def __init__(self, low: Array, high: Array) -> None:
+        super().__init__(low, high)
+        flat_low, flat_high = low.ravel().astype(np.float32), high.ravel().astype(np.float32)
+        self.middle, self.reach = (flat_high + flat_low) / 2, (flat_high - flat_low) / 2
+
+    def sample(self, parameters: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return self._squashed(super().sample(parameters, generator))
+
+    def mode(self, parameters: Tensor) -> Tensor:
+        """The middle one: half of the draws lie on either side."""
+        return self._squashed(super().mode(parameters))
+
+    def log_prob(self, parameters: Tensor, actions: Tensor) -> Tensor:
+        middle, reach = self._bounds(parameters)
+        unit = (actions.reshape(-1, self.size) - middle) / reach
+        u = torch.atanh(unit.clamp(-_INSIDE, _INSIDE))
+        return super().log_prob(parameters, u) - (log_slope_of_tanh(u) + reach.log()).sum(-1)
+
+    def entropy(self, parameters: Tensor) -> Tensor:
+        raise ConfigError("the entropy of a squashed Gaussian has no formula: average −log p")
+
+    def to_env(self, actions: Array) -> Array:
+        return np.asarray(np.clip(actions, self.low, self.high), self.dtype)
+
+    def _squashed(self, u: Tensor) -> Tensor:
+        middle, reach = self._bounds(u)
+        actions = middle + reach * torch.tanh(u.reshape(-1, self.size))
+        return actions.reshape(-1, *self.action_shape)
+
+    def _bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        # WHY by way of lists: arrays and tensors of a head are nothing that can be exported.
+        middle, reach = self.middle.tolist(), self.reach.tolist()
+        return torch.tensor(middle, device=like.device), torch.tensor(reach, device=like.device)
+
+
+def log_slope_of_tanh(u: Tensor) -> Tensor:
+    """log(1 − tanh² u), where 1 − tanh² u itself would round to 0, too."""
+    return 2.0 * (_LOG_2 - u - functional.softplus(-2.0 * u))
 
 
 def make_head(space: Any) -> Head:

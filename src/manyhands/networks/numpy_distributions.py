@@ -31,6 +31,7 @@ from manyhands.networks.heads import (
     Categorical,
     DiagonalGaussian,
     MultiCategorical,
+    SquashedGaussian,
 )
 from manyhands.trees import Array
 from manyhands.types import MASK
@@ -54,6 +55,9 @@ def sample(head: Any, parameters: Array, rng: np.random.Generator) -> tuple[Arra
         actions = mean + noise * np.exp(log_std)
         logp = -(0.5 * noise * noise + log_std).sum(axis=1)
         logp -= np.float32(head.size * HALF_LOG_2PI)
+        if isinstance(head, SquashedGaussian):
+            logp -= (log_slope_of_tanh(actions) + np.log(head.reach)).sum(axis=1)
+            actions = (head.middle + head.reach * np.tanh(actions)).astype(np.float32)
         return actions.reshape(-1, *head.action_shape), logp
     if isinstance(head, MultiCategorical):
         columns, total = [], np.zeros(len(parameters), np.float32)
@@ -82,7 +86,14 @@ def mode(head: Any, parameters: Array) -> Array:
         parameters = (parameters > 0).astype(np.int8)
     elif isinstance(head, DiagonalGaussian):
         parameters = parameters[:, : head.size]  # the means
+        if isinstance(head, SquashedGaussian):
+            parameters = head.middle + head.reach * np.tanh(parameters)
     return parameters.reshape(-1, *head.action_shape)
+
+
+def log_slope_of_tanh(u: Array) -> Array:
+    """As that of networks/heads.py."""
+    return np.asarray(2.0 * (np.float32(np.log(2.0)) - u - np.logaddexp(np.float32(0.0), -2.0 * u)))
 
 
 def _sample_categorical(

@@ -9,10 +9,11 @@
     FastValueGradient    its value net alone
     NumpyMLP             one network of DQN or DDPG: several passes over some dozens of rows
 
-WHY: on networks of 64 x 64 torch spends its time on graph and dispatch, not on arithmetic. Weights
-are read through views of the torch parameters: nothing is copied, and a change made *in place* (an
-optimiser step, load_state_dict, set_flat_parameters, par.sync) is seen at once. A change that gives
-a parameter other memory (`parameter.data = …`, `.to(device)`) is not: make these anew after it.
+WHY: on networks of 64 x 64 torch spends its time on graph and dispatch, not on arithmetic (for wide
+ones: wide_mlp.py). Weights are read through views of the torch parameters: nothing is copied, and a
+change made *in place* (an optimiser step, load_state_dict, set_flat_parameters, par.sync) is seen
+at once. A change that gives a parameter other memory (`parameter.data = …`, `.to(device)`) is not:
+make these anew after it.
 """
 
 from __future__ import annotations

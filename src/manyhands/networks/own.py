@@ -13,7 +13,7 @@ WHY an attribute for Q values: as many features as there are actions look the sa
 The module gets what the policy sees: a tensor [N, ...] of the space's dtype (float32 where
 observations are normalised), or a dict of them for a Dict space, without its action_mask: that is
 applied behind it. With features, policy and value
-have a module each, unless `shared_network` asks for one; so have DDPG's policy and critic.
+have a module each, unless `shared_network` asks for one; so have policy and critics.
 """
 
 from __future__ import annotations
@@ -236,6 +236,7 @@ def _made(name: str, spaces: tuple[Any, Any], kwargs: dict[str, Any]) -> nn.Modu
 
 
 def _found(name: str) -> Any:
+    calls.refuse_python(name)
     try:
         return calls.find(name)
     except ConfigError as error:

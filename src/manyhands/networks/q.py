@@ -1,17 +1,19 @@
-"""Networks that learn from a replay: Q(s, ·) for DQN; μ(s) and Q(s, a) for DDPG.
+"""Networks that learn from a replay: Q(s, ·) for choices; a policy and Q(s, a) for numbers.
 
     QNetwork        observation ── encoder ── hidden layers ── out        -> Q [N, n]
                     out: a linear layer, or dueling:  Q = V + A − mean(A)    PAPER: arXiv:1511.06581
     BoundedActor    observation ── encoder ── hidden layers ── tanh to the bounds     -> μ [N, d]
     + its critic    observation ── encoder ─┬─ hidden layers ── out       -> Q [N]
                     action, on [-1, 1] ─────┘
+    TwinActor       a policy with two such critics, side by side          -> Q [2, N]
 
-Both have the parts by which a saved policy is loaded, evaluated, drawn and exported: `head`,
+All have the parts by which a saved policy is loaded, evaluated, drawn and exported: `head`,
 `policy`, `value`, and `policy_encoder`, `policy_trunk`, `policy_out` one after the other.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +25,8 @@ from torch import Tensor, nn
 from manyhands.envs.spaces import check_bounded, check_discrete
 from manyhands.networks import own
 from manyhands.networks.encoders import (
+    ACTIVATIONS,
+    HIDDEN_GAIN,
     Encoder,
     Observations,
     has_image,
@@ -30,10 +34,13 @@ from manyhands.networks.encoders import (
     make_encoder,
     mlp,
 )
-from manyhands.networks.heads import Categorical, DiagonalGaussian, masked
-from manyhands.networks.numpy_mlp import can_encode
+from manyhands.networks.flat import FlatParameters
+from manyhands.networks.heads import Categorical, DiagonalGaussian, SquashedGaussian, masked
+from manyhands.networks.numpy_mlp import can_encode, encoding
+from manyhands.networks.wide_mlp import WideMLPs
 
 OUT_GAIN, ACTOR_GAIN = 1.0, 0.01
+LOG_STDS = -20.0, 2.0  # of a GaussianOut
 _NO_NOISE = 1e-8  # a deviation of zero, of which the logarithm can be taken
 
 
@@ -199,6 +206,174 @@ class BoundedActor(nn.Module):
         return sum(p.numel() for part in own for p in part.parameters())
 
 
+class GaussianOut(nn.Module):
+    """Means, then logarithms of deviations between bounds: a policy that is certain of everything,
+    or of nothing, would learn no more."""
+
+    def __init__(self, inputs: int, size: int, generator: torch.Generator | None) -> None:
+        super().__init__()
+        self.out_features = size
+        self.linear = linear(inputs, 2 * size, ACTOR_GAIN, generator)
+
+    def forward(self, features: Tensor) -> Tensor:
+        mean, log_std = self.linear(features).chunk(2, -1)
+        return torch.cat([mean, log_std.clamp(*LOG_STDS)], -1)
+
+
+class TwinCritic(nn.Module):
+    """Two critics of one shape: inputs [N, F] -> Q [2, N], one batched product a layer."""
+
+    def __init__(
+        self,
+        inputs: int,
+        hidden: Sequence[int],
+        activation: str,
+        generator: torch.Generator | None,
+    ) -> None:
+        super().__init__()
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        for below, above in itertools.pairwise([inputs, *hidden, 1]):
+            gain = OUT_GAIN if len(self.weights) == len(hidden) else HIDDEN_GAIN
+            pair = [linear(below, above, gain, generator) for _ in range(2)]
+            self.weights.append(torch.stack([layer.weight.detach() for layer in pair]))
+            self.biases.append(torch.stack([layer.bias.detach()[None] for layer in pair]))
+        self.activation = ACTIVATIONS[activation]()
+
+    def forward(self, inputs: Tensor, *, held: bool = False) -> Tensor:
+        """`held`: the weights get no gradient; what they are given does."""
+        x = inputs.expand(2, *inputs.shape)
+        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            if i:
+                x = self.activation(x)
+            if held:
+                weight, bias = weight.detach(), bias.detach()
+            x = torch.baddbmm(bias, x, weight.transpose(1, 2))
+        return x.squeeze(-1)
+
+
+class TwinActor(nn.Module):
+    """A policy and two critics; the policy's parameters come first.
+
+    Args:
+        out: makes the policy's last layer for features of this width; it gives the parameters of
+            `head`, or the means alone where `log_std` has the rest.
+        bounds: of actions.
+        log_std: of the noise of a deterministic policy.
+    """
+
+    middle: Tensor
+    reach: Tensor
+    log_std: Tensor | None
+
+    def __init__(
+        self,
+        head: DiagonalGaussian,
+        encoders: tuple[Encoder, Encoder],
+        out: Callable[[int], nn.Module],
+        bounds: tuple[Any, Any],
+        *,
+        hidden: Sequence[int],
+        critic_hidden: Sequence[int],
+        activation: str,
+        generator: torch.Generator | None,
+        log_std: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.head = head
+        self.policy_encoder, self.critic_encoder = encoders
+        features = self.policy_encoder.features
+        self.policy_trunk = mlp(features, hidden, activation=activation, generator=generator)
+        self.policy_out = out(hidden[-1] if hidden else features)
+        inputs = self.critic_encoder.features + head.size
+        self.critics = TwinCritic(inputs, critic_hidden, activation, generator)
+        low, high = (np.ravel(bound).astype(np.float32) for bound in bounds)
+        self.register_buffer("middle", torch.from_numpy((high + low) / 2))
+        self.register_buffer("reach", torch.from_numpy((high - low) / 2))
+        self.register_buffer("log_std", log_std)
+
+    def forward(self, observations: Observations) -> Tensor:
+        """What the policy's last layer gives."""
+        given: Tensor = self.policy_out(self.policy_trunk(self.policy_encoder(observations)))
+        return given
+
+    def policy(self, observations: Observations) -> Tensor:
+        """The parameters of `head`."""
+        given: Tensor = self(observations)
+        if self.log_std is None:
+            return given
+        return torch.cat([given, self.log_std.expand_as(given)], -1)
+
+    def unit(self, actions: Tensor) -> Tensor:
+        """Actions on [-1, 1], as the critics take them: [N, d]."""
+        return (actions.to(torch.float32).reshape(-1, self.head.size) - self.middle) / self.reach
+
+    def q(self, observations: Observations, unit: Tensor, *, held: bool = False) -> Tensor:
+        """Both critics' values of actions on [-1, 1]: [2, N]. `held`: no gradient of their own."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not held):
+            features = self.critic_encoder(observations)
+        values: Tensor = self.critics(torch.cat([features, unit], -1), held=held)
+        return values
+
+    def value(self, observations: Observations) -> Tensor:
+        """The lower of the two values of the policy's likeliest action, [N]."""
+        actions = self.head.mode(self.policy(observations))
+        return self.q(observations, self.unit(actions)).amin(0)
+
+    def policy_size(self) -> int:
+        """How many of the flat parameters are the policy's; those of the critics follow."""
+        own = (self.policy_encoder, self.policy_trunk, self.policy_out)
+        return sum(p.numel() for part in own for p in part.parameters())
+
+
+class FastTwin:
+    """A TwinActor on the CPU without autograd, for learners: see WideMLPs."""
+
+    def __init__(self, model: TwinActor, flat: FlatParameters) -> None:
+        self._encode = encoding(model.policy_encoder)
+        grads = flat.gradients()
+        names = [f"policy_trunk.{2 * i}" for i in range((len(model.policy_trunk) + 1) // 2)]
+        names.append("policy_out.linear")
+        own = dict(model.named_parameters())
+        layers = [
+            (own[f"{n}.weight"].detach()[None], own[f"{n}.bias"].detach()[None, None])
+            for n in names
+        ]
+        gradients = [(grads[f"{n}.weight"][None], grads[f"{n}.bias"][None, None]) for n in names]
+        kind = type(model.critics.activation)
+        self.policy = WideMLPs(layers, gradients, kind)
+        weights = [weight.detach() for weight in model.critics.weights]
+        biases = [bias.detach() for bias in model.critics.biases]
+        pairs = list(zip(weights, biases, strict=True))
+        slopes = [
+            (grads[f"critics.weights.{i}"], grads[f"critics.biases.{i}"]) for i in range(len(pairs))
+        ]
+        self.critics = WideMLPs(pairs, slopes, kind)
+        self.first_critic = WideMLPs(
+            [(w[:1], b[:1]) for w, b in pairs], [(w[:1], b[:1]) for w, b in slopes], kind
+        )
+
+    def encode(self, observations: Observations) -> Tensor:
+        return torch.from_numpy(self._encode(observations))
+
+    def q(self, x: Tensor, unit: Tensor) -> Tensor:
+        """Both critics' values of encoded observations and actions on [-1, 1]: [2, N]."""
+        return self.critics.forward(torch.cat([x, unit], -1))[..., 0]
+
+    def q_backward(self, d_q: Tensor) -> None:
+        """The critics' gradient, from ∂loss/∂Q [2, N]."""
+        self.critics.backward(d_q[..., None])
+
+    def q_slope(self, d_q: Tensor, size: int) -> Tensor:
+        """∂loss/∂action [N, size], from ∂loss/∂Q [2, N]; the critics' gradient stays."""
+        return self.critics.backward(d_q[..., None], into_parameters=False, down=size)
+
+    def climbed(self, x: Tensor, unit: Tensor) -> Tensor:
+        """∂ −Σ Q_1 / ∂action [N, size]: the first critic alone is asked."""
+        q = self.first_critic.forward(torch.cat([x, unit], -1))
+        down = torch.full_like(q, -1.0)
+        return self.first_critic.backward(down, into_parameters=False, down=unit.shape[1])
+
+
 def build_q_network(
     observation_space: Any,
     action_space: Any,
@@ -241,24 +416,72 @@ def build_bounded_actor(
         unit_actions: actions on [-1, 1], for environments that scale them to their bounds.
     """
     check_bounded(action_space)
+    parts = _actor_parts(observation_space, hidden, seed, encoder)
+    bounds = _bounds(action_space, unit_actions)
+    head = DiagonalGaussian(action_space.low, action_space.high)
+    encoders = parts.pop("encoders")
+    return BoundedActor(head, encoders, bounds, activation=activation, noise=noise, **parts)
+
+
+def build_twin_actor(
+    observation_space: Any,
+    action_space: Any,
+    *,
+    squashed: bool,
+    hidden: Sequence[int] | None = None,
+    activation: str = "relu",
+    noise: float = 0.1,
+    unit_actions: bool = False,
+    seed: int | None = None,
+    encoder: Callable[[], Any] | None = None,
+) -> TwinActor:
+    """A policy and two critics for *single* Gymnasium spaces, the actions a Box with finite bounds.
+
+    Args:
+        squashed: a Gaussian that tanh brings to the bounds; else μ(s), and noise as in
+            `build_bounded_actor`.
+    """
+    parts = _actor_parts(observation_space, hidden, seed, encoder)
+    low, high = bounds = _bounds(action_space, unit_actions)
+    encoders, generator = parts.pop("encoders"), parts["generator"]
+    common = {"activation": activation, **parts}
+    if squashed:
+        head = SquashedGaussian(low, high)
+        return TwinActor(
+            head, encoders, lambda width: GaussianOut(width, head.size, generator), bounds, **common
+        )
+    reach = torch.from_numpy(np.ravel(high - low).astype(np.float32) / 2)
+    log_std = torch.clamp(noise * reach, min=_NO_NOISE).log()
+    return TwinActor(
+        DiagonalGaussian(action_space.low, action_space.high), encoders,
+        lambda width: BoundedOut(width, low, high, generator), bounds, log_std=log_std, **common,
+    )  # fmt: skip
+
+
+def _actor_parts(
+    observation_space: Any,
+    hidden: Sequence[int] | None,
+    seed: int | None,
+    encoder: Callable[[], Any] | None,
+) -> dict[str, Any]:
+    """What a policy with critics is made of, whatever they are."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     make = encoder or partial(make_encoder, observation_space, generator)
     encoders = (make(), make())
-    low, high = action_space.low, action_space.high
-    bounds = (np.full_like(low, -1.0), np.full_like(high, 1.0)) if unit_actions else (low, high)
     layers = _hidden(hidden, encoders[0])
-    return BoundedActor(
-        DiagonalGaussian(low, high),
-        encoders,
-        bounds,
-        hidden=layers,
+    return {
+        "encoders": encoders,
+        "hidden": layers,
         # CRUCIAL behind features of the user's own, which know nothing of the action: a value that
         # is linear in the action has the same best action in every state.
-        critic_hidden=(encoders[1].features,) if encoder else layers,
-        activation=activation,
-        noise=noise,
-        generator=generator,
-    )
+        "critic_hidden": (encoders[1].features,) if encoder else layers,
+        "generator": generator,
+    }
+
+
+def _bounds(space: Any, unit_actions: bool) -> tuple[Any, Any]:
+    low, high = space.low, space.high
+    return (np.full_like(low, -1.0), np.full_like(high, 1.0)) if unit_actions else (low, high)
 
 
 def _hidden(hidden: Sequence[int] | None, encoder: Encoder) -> Sequence[int]:
@@ -268,13 +491,17 @@ def _hidden(hidden: Sequence[int] | None, encoder: Encoder) -> Sequence[int]:
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Whether numpy can do this model's arithmetic: no image, on the CPU, tanh or relu."""
-    if not isinstance(model, QNetwork | BoundedActor) or not can_encode(model.policy_encoder):
+    """Whether numpy can do this model's arithmetic (of a TwinActor the policy's): no image, on the
+    CPU, tanh or relu."""
+    if not isinstance(model, QNetwork | BoundedActor | TwinActor) or not can_encode(
+        model.policy_encoder
+    ):
         return False
     trunks = [getattr(model, name, ()) for name in ("policy_trunk", "critic_trunk")]
     parts = [part for trunk in trunks for part in trunk]
     return (
-        type(model) in (QNetwork, BoundedActor)  # a subclass may have a forward of its own
+        type(model)
+        in (QNetwork, BoundedActor, TwinActor)  # a subclass may have a forward of its own
         and all(isinstance(part, nn.Linear | nn.Tanh | nn.ReLU) for part in parts)
         and all(p.device.type == "cpu" and p.requires_grad for p in model.parameters())
     )

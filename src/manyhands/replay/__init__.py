@@ -12,12 +12,15 @@ import sys
 import warnings
 from typing import Any
 
+from manyhands import devices
+
 
 @functools.cache
 def compiled_loops() -> Any:
     """The module with the loops; None without numba, or with one that does not know this numpy."""
     try:
-        return importlib.import_module("manyhands.replay.loops")
+        with devices.no_garbage_collection():
+            return importlib.import_module("manyhands.replay.loops")
     except ImportError:
         return None
     except Exception as error:  # numba has many; none of them is a reason not to go on

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from manyhands.engines.base import Patience
 from manyhands.errors import CollectiveError, ConfigError
 from manyhands.replay.ring import Ring
 from manyhands.replay.sum_tree import sum_tree
@@ -354,8 +355,10 @@ class Prefetcher:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
                 self._thread.start()
-            self._changed.wait_for(lambda: self._ready or self._error or self._stopped,
-                                   timeout or None)  # fmt: skip
+            patience = Patience(timeout)
+            while not (self._ready or self._error or self._stopped or patience.over):
+                # In slices: a deadline of the kernel's would be over when a machine wakes up again.
+                self._changed.wait(min(patience.left, Patience.LONGEST_LOOK))
             if self._ready:
                 self._changed.notify_all()
                 return self._ready.popleft()

@@ -39,7 +39,7 @@ from typing import Any, Literal
 import numpy as np
 
 from manyhands import trees
-from manyhands.engines.base import DEFAULT_TIMEOUT, Wait, wait_for, wait_of
+from manyhands.engines.base import DEFAULT_TIMEOUT, Patience, Wait, answer, wait_for, wait_of
 from manyhands.errors import CollectiveError, ConfigError
 from manyhands.replay.buffer import frames_of
 from manyhands.replay.frames import FramedRing, Frames, make_ring
@@ -181,14 +181,14 @@ class ShardedReplay:
         if self._prefetcher is not None:
             batch: Batch = self._prefetcher.take(self._doing, self._needs(), limit)
             return batch
-        deadline = time.monotonic() + (limit or float("inf"))
+        patience = Patience(limit)
         while True:
-            left = min(max(deadline - time.monotonic(), 1e-3), 1e9) if limit else 0.0
+            left = patience.left if limit else 0.0
             self._wait(self._ready, self._doing, self._needs(), left)
             made = self._try()
             if made is not None:
                 return made
-            if time.monotonic() > deadline:
+            if patience.over:
                 raise CollectiveError(f"{self._doing}: waited {limit:.1f} s for {self._needs()}")
             time.sleep(1e-3)  # it was cleared just now
 
@@ -565,7 +565,7 @@ class FarRing:
         if self._sent is None:
             return
         try:
-            self._limit = int(self._sent.result(self._service.timeout or None))
+            self._limit = int(answer(self._sent, self._service.timeout))
         except TimeoutError:
             raise CollectiveError(
                 f"replay: shard {self._shard}: rows sent to {self._service.name} were not "

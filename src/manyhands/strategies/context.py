@@ -35,6 +35,7 @@ from manyhands.envs import make_vec
 from manyhands.envs.adapter import Stepper, VecAdapter
 from manyhands.envs.make import frame_stack, to_look_at
 from manyhands.experiment.bottleneck import Phases
+from manyhands.math.optimiser import check_weights
 from manyhands.math.running_stats import Normaliser
 from manyhands.policy import (
     Started,
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from manyhands.experiment.hooks import Changes
 
 RESTARTS = 1000  # that one session of a run may have: seeds of different sessions differ
+
+_WAITS = ("synchronisation", "waiting for data", "waiting for room")  # phases
 
 
 class Context:
@@ -69,8 +72,9 @@ class Context:
         self.part = self.roles.of(self.rank)
         self.phases = Phases()
         worker.show(self.phases.look)
+        worker.moves(self._sign)
         self.learns_from = experiment.spec.learns_from
-        together = experiment.strategy_spec.synchronous
+        together = experiment.strategy_spec.synchronous and not run.elastic
         self.synchronous = together and self.learns_from == "rollout"
         self.learns = self.synchronous or self.is_main or self.part.role == "learner"
         # With overlap the main worker only learns.
@@ -114,7 +118,9 @@ class Context:
         # after every small product of an MLP cost more than they bring, and on a machine with other
         # jobs a hundred times more.
         acts = self.part.role in ("actor", "worker")
-        if not acts and run.engine in ("local", "ray") and _convolves(model):
+        if _convolves(model) or run.env_backend == "torch":
+            devices.keep_memory()
+        if not acts and run.engine != "inline" and _convolves(model):
             torch.set_num_threads(max(1, cores() - run.workers + 1))
         kind: type[Algorithm] = self.experiment.spec.load()
         device = devices.to_compute_on(self.seat.device)
@@ -188,9 +194,16 @@ class Context:
             return
         self.normaliser.waiting = getattr(envs, "waiting", None)
         if hasattr(envs, "others"):
-            from manyhands.strategies.opponents import Opponents
+            from manyhands.strategies.experience import Opponents
 
             envs.others = Opponents(self)
+
+    def _sign(self) -> object:
+        """Another whenever a phase has begun or ended, or an environment was stepped; and all the
+        time in phases that wait for other workers, which have deadlines of their own."""
+        if self.phases.current in _WAITS:
+            return object()
+        return self.phases.mark, None if self.envs is None else self.envs.clock
 
     @property
     def frame_stack(self) -> int:
@@ -216,6 +229,8 @@ class Context:
     def share_weights(self) -> None:
         """The main worker's weights, on all."""
         flat = self.algorithm.flat.data
+        if self.is_main:
+            check_weights(self.algorithm)
         if self.worker.group.size > 1:
             flat.copy_(self.worker.hand_out(flat))
 

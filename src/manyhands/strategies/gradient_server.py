@@ -27,7 +27,7 @@ from manyhands.algorithms.a2c import A2C
 from manyhands.blocks.gradients import Reducer
 from manyhands.collect.rollout import Collector
 from manyhands.errors import WorkerError
-from manyhands.math.optimiser import make_schedule
+from manyhands.math.optimiser import check_gradient, make_schedule
 from manyhands.strategies.context import Context, Part
 from manyhands.strategies.messages import Inbox, Message, Weights, channel_to, goodbye, send
 from manyhands.strategies.progress import RunProgress
@@ -101,6 +101,8 @@ class Pusher(Part):
         assert isinstance(algorithm, A2C)
         with context.phases("gradient"):
             stats = algorithm.push(batch)
+        norm = float(algorithm.flat.grad.norm())
+        check_gradient(norm, algorithm.version + 1, f", which {context.name} computed,")
         load = {
             "gradient": algorithm.flat.grad,
             "version": algorithm.version,
@@ -279,7 +281,7 @@ def finish(progress: RunProgress, inbox: Inbox, reducer: Reducer) -> None:
     refused = reducer.refused + reducer.drop() + progress.late
     sent = sum(int(last["sent"]) for last in inbox.left.values())
     progress.all_left(inbox)
-    if progress.restarts == 0 and sent != reducer.applied + refused:
+    if progress.restarts == 0 and not inbox.senders_left and sent != reducer.applied + refused:
         raise WorkerError(
             f"gradients were lost: {sent:,} were pushed, {reducer.applied:,} applied and "
             f"{refused:,} refused"

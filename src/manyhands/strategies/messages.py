@@ -10,11 +10,14 @@ last one says `goodbye`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from manyhands.engines.base import Channel, WeightStore
+from manyhands.engines import stopping
+from manyhands.engines.base import Channel, WeightStore, wait_of
 from manyhands.errors import CollectiveError, WorkerError
+from manyhands.math.optimiser import check_weights
 from manyhands.math.running_stats import Moments
 from manyhands.strategies.context import Context
 from manyhands.strategies.progress import episode_rows
@@ -106,7 +109,7 @@ class Inbox:
     def __init__(self, context: Context, channel: Channel, senders: list[int]) -> None:
         self._context, self._channel = context, channel
         self._room = max(1, context.experiment.run.queue * len(senders))
-        self._looks, self._waiting = 0, 0.0
+        self._looks, self._seen = 0, 0.0
         self.left: dict[int, Message] = {}  # the last messages of those that have gone
         self.senders = senders
 
@@ -115,7 +118,7 @@ class Inbox:
         with self._context.phases("waiting for data"):
             message: Message = self._channel.get(timeout=self._context.worker.timeout)
         if self._looks % 16 == 0:  # a look costs a call on some engines
-            self._waiting += len(self._channel)
+            self._seen += len(self._channel)
         self._looks += 1
         if "goodbye" in message:
             self.left[int(message["actor"])] = message
@@ -124,8 +127,32 @@ class Inbox:
 
     @property
     def all_left(self) -> bool:
-        """Whether everybody has said good-bye."""
-        return len(self.left) == len(self.senders)
+        """Whether everybody has said good-bye, or is lost."""
+        if len(self.left) == len(self.senders):
+            return True
+        return not self.senders_left - self._context.worker.lost()
+
+    @property
+    def waiting(self) -> int:
+        """Messages that can be had at once."""
+        return len(self._channel)
+
+    @property
+    def senders_left(self) -> set[int]:
+        """Those that have not said good-bye."""
+        return set(self.senders) - self.left.keys()
+
+    def wait(self, ready: Callable[[], bool], doing: str, more: float = 0.0) -> None:
+        """Until there is a message, or it is ready; a CollectiveError at the deadline, or so many
+        seconds after it."""
+        context = self._context
+        with context.phases("waiting for data"):
+            wait_of(context.worker)(
+                lambda: self.waiting > 0 or ready(),
+                doing,
+                ", ".join(context.roles.name(rank) for rank in sorted(self.senders_left)),
+                context.worker.timeout and context.worker.timeout + more,
+            )
 
     @property
     def lost(self) -> int:
@@ -136,23 +163,30 @@ class Inbox:
     def fill(self) -> float:
         """How full the queue was on average, from 0 to 1."""
         looks = -(-self._looks // 16)
-        return min(1.0, self._waiting / self._room / looks) if looks else 0.0
+        return min(1.0, self._seen / self._room / looks) if looks else 0.0
 
     def drain(self) -> list[Message]:
         """Until everybody has said good-bye: messages that came too late to be learned from."""
         late = []
         while not self.all_left:
             try:
-                message = self.get()
+                self.wait(lambda: self.all_left, "the last messages")
+                message = self.get() if self.waiting else None
             except CollectiveError as error:
-                missing = [self._context.roles.name(r) for r in self.senders if r not in self.left]
-                raise CollectiveError(
-                    f"the run has ended, but {', '.join(missing)} did not say that "
-                    f"they had finished: {error}"
-                ) from None
+                not_heard_of(self._context, self.senders_left, error)
+                break
             if message is not None:
                 late.append(message)
         return late
+
+
+def not_heard_of(context: Context, missing: set[int], error: CollectiveError) -> None:
+    """The run has ended, and these have not said good-bye: an error, or they are done without."""
+    names = ", ".join(context.roles.name(rank) for rank in sorted(missing))
+    said = f"the run has ended, but {names} did not say that they had finished"
+    if context.experiment.run.recovery == "stop" or stopping.reason():
+        raise CollectiveError(f"{said}: {error}") from None
+    print(f"manyhands: {said}; it ends without them", file=sys.stderr, flush=True)
 
 
 # -- to those that act -----------------------------------------------------------------------------
@@ -170,6 +204,7 @@ class Weights:
         """The main worker's weights for all, with whatever else they are to know."""
         context = self._context
         if context.is_main:
+            check_weights(context.algorithm)
             tree = {
                 "weights": context.algorithm.flat.data.cpu(),
                 "version": context.algorithm.version,
@@ -181,10 +216,12 @@ class Weights:
                 tree["changes"] = context.changes.state()
             self._store.publish(tree | news)
 
-    def pull(self) -> dict[str, Any] | None:
-        """Take over the newest weights, if there are newer ones; waits for the very first."""
-        context = self._context
-        wait = context.worker.timeout if self._newest == 0 else None
+    def pull(self, *, wait_for_newer: bool = False, more: float = 0.0) -> dict[str, Any] | None:
+        """Take over the newest weights, if there are newer ones; waits for the very first, until
+        the deadline or so many seconds after it."""
+        context, wait = self._context, None
+        if self._newest == 0 or wait_for_newer:
+            wait = context.worker.timeout and context.worker.timeout + more
         try:
             found = self._store.pull(newer_than=self._newest, timeout=wait)
         except (CollectiveError, FileNotFoundError):  # the weights' memory goes with their writer

@@ -25,10 +25,11 @@ import numpy as np
 from manyhands import wire
 from manyhands.collect.rollout import Rollout
 from manyhands.engines import stopping
-from manyhands.errors import ConfigError
+from manyhands.errors import ConfigError, WorkerError
 from manyhands.experiment.checkpoint import difference
+from manyhands.experiment.progress import number
 from manyhands.experiment.records import Records
-from manyhands.experiment.report_lines import number
+from manyhands.math.optimiser import check_weights
 from manyhands.math.running_stats import Moments
 from manyhands.strategies.context import Context
 from manyhands.streams import global_chance, load_global_chance
@@ -180,6 +181,8 @@ class RunProgress:
             inbox: where messages come from.
         """
         context, records = self.context, self.records
+        if learned:
+            self._check_losses(info)
         if rollout is not None:
             rows = float(rollout.valid.sum())
             self._numbers[_ROWS] += rows
@@ -206,6 +209,8 @@ class RunProgress:
                 records.progress.workers_are(context.worker.alive(), self.restarts)
             if learned:
                 records.update(self.steps, self.updates, info, context.phases)
+            if context.learns:
+                check_weights(context.algorithm)  # the last moment: what follows is written to disk
             records.keep(context.algorithm.model, context.normaliser)
         self._tell_changes()
         # CRUCIAL: the main worker's word alone. Clocks and signals differ from worker to worker.
@@ -214,6 +219,16 @@ class RunProgress:
         self._clear()
         if numbers[0, _DUE] or not self.goes_on():
             self.checkpoint()
+
+    def _check_losses(self, info: dict[str, float]) -> None:
+        """Before anything of this update is written down."""
+        version = self.context.algorithm.version
+        for name, value in info.items():
+            if "loss" in name and not np.isfinite(value):
+                raise WorkerError(
+                    f"{name} of update {version} is {value}; the checkpoint on "
+                    "disk is of an earlier update. A smaller learning rate may help"
+                )
 
     def _evaluations(self, *, last: bool = False) -> list[Any]:
         """Begin an evaluation if one is due; those that have ended."""
@@ -355,7 +370,7 @@ class RunProgress:
     def all_left(self, inbox: Inbox) -> None:
         """Everybody has said good-bye: where their time went, and what died with its writer."""
         context, group = self.context, self.context.group
-        self.lost = inbox.lost
+        self.lost += inbox.lost
         for last in inbox.left.values():
             self.count_restarts(last)
         times = {rank: dict(last["phases"]) for rank, last in inbox.left.items()}
@@ -372,6 +387,7 @@ class RunProgress:
         context = self.context
         acting, idle = len(context.acting), context.phases.totals().get("waiting for data", 0.0)
         who = "actor" if context.roles.ranks("actor") else "worker"
+        learner = "learner" if context.part.role == who else context.part.role
         waited = [t.get("waiting for room", 0.0) for r, t in times.items() if r in context.acting]
         blocked = sum(waited) / max(1, len(waited)) / seconds
         count, total, low, high = self.lags
@@ -379,7 +395,7 @@ class RunProgress:
         rows = [
             f"{who}s: {number(steps / seconds / max(1, acting))} steps/s each of {acting}, "
             f"{blocked:.0%} of the time waiting for room",
-            f"{context.part.role}: {number(updates / seconds)} updates/s, "
+            f"{learner}: {number(updates / seconds)} updates/s, "
             f"{number(steps / seconds)} steps/s, idle {idle / seconds:.0%} of the time, "
             f"queue {inbox.fill:.0%} full",
             f"lag: {low if count else 0:g} at least, {total / max(count, 1):.2f} on average, "

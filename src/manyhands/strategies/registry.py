@@ -1,18 +1,123 @@
-"""The strategies by name, as data: reading it loads no torch.
+"""The strategies, as data: what everything asks that runs before torch is loaded.
+
+One row a strategy: the command line, its help, the checks, who plays which part, the batch
+arithmetic, the table of what runs with what, the docs and the workers all read it. Nobody else
+compares names of strategies (tests/unit/test_house.py).
+
+    kind of algorithm   what it is given (`learns_from` of its own row)
+    rollout             T steps of each environment, of the newest policy
+    unroll              the same, from a policy some updates old
+    replay              transitions of any age, drawn from a replay
 
 To add one: a row here, and the program that it names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from manyhands.roles import Roles
-from manyhands.strategies.spec import StrategySpec
 
 if TYPE_CHECKING:
+    from manyhands.algorithms.registry import AlgorithmSpec
     from manyhands.config import Experiment, RunConfig
+
+OK = "ok"
+Kind = Literal["rollout", "unroll", "replay"]
+
+
+def all_alike(run: RunConfig) -> Roles:
+    """Every worker does the same."""
+    return Roles({"worker": run.workers})
+
+
+def all_environments(run: RunConfig) -> int:
+    """One update learns from rollout_length steps of every environment."""
+    return run.num_envs * run.rollout_length
+
+
+def nobody(run: RunConfig) -> int:
+    return 0
+
+
+def no_faults(experiment: Experiment) -> Iterable[str]:
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategySpec:
+    """One strategy. Its program is given by name, so that torch is loaded late."""
+
+    name: str
+    """As it is typed after --strategy."""
+    about: str
+    """One line for the help."""
+    program: str
+    """package.module:function, which every worker calls with its Context and its RunProgress."""
+    part: str = ""
+    """The same a piece at a time, for loops of the user's own: makes a `Part` (context.py)."""
+    model: str = ""
+    """package.module:function, which simulates it for `manyhands plan` (simulate.py)."""
+    synchronous: bool = True
+    """Whether all workers act and count together, so that none is ahead of another."""
+    one_worker: bool = False
+    """Whether it is for one worker, and so the default of one."""
+    default_for: tuple[Kind, ...] = ()
+    """The kinds of algorithm whose default it is with several workers."""
+    refuses: Mapping[Kind, str] = field(default_factory=dict)
+    """Kind of algorithm -> why not; reads on after the algorithm's name."""
+    unless: str = ""
+    """A switch of an algorithm's row that lifts the refusal."""
+    engine_parts: tuple[str, ...] = ()
+    """What it needs of an engine besides collectives: rows of `support.PARTS`."""
+    options: tuple[str, ...] = ()
+    """The fields of RunConfig that are for it, and mean nothing to most others."""
+    roles: Callable[[RunConfig], Roles] = all_alike
+    """How the workers are divided. Who writes the records is always worker 0."""
+    not_acting: Callable[[RunConfig], int] = nobody
+    """Workers that step no environment: they learn or serve, and come on top of those that act."""
+    restarts: str = ""
+    """The role whose workers may fail, where the run asks for it: nobody waits for one of them in
+    particular."""
+    batch: Callable[[RunConfig], int] = all_environments
+    """Steps of one update, of all workers together, where whole episodes are not asked for."""
+    all_learn: bool = False
+    """Whether every worker takes its part of the learning, so that more workers learn faster."""
+    faults: Callable[[Experiment], Iterable[str]] = no_faults
+    """What can be wrong with a run of it, in plain words, with what to type."""
+    on_times: str = ""
+    """What a reader of its seconds by phase should know."""
+
+    def load(self) -> Callable[[Any, Any], None]:
+        """The program; loads torch."""
+        return self._named(self.program)
+
+    def load_part(self) -> Callable[[Any, Any], Any]:
+        """What makes one worker's part; loads torch."""
+        return self._named(self.part)
+
+    def load_model(self) -> Callable[..., Any]:
+        """What simulates it; loads no torch."""
+        return self._named(self.model)
+
+    def _named(self, path: str) -> Callable[..., Any]:
+        module, _, name = path.partition(":")
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return found
+
+    def cell(self, algorithm: AlgorithmSpec) -> str:
+        """OK, or why not with this algorithm; reads on after the algorithm's name."""
+        if self.name in algorithm.refuses:
+            return algorithm.refuses[self.name]
+        if self.unless and getattr(algorithm, self.unless):
+            return OK
+        return self.refuses.get(algorithm.learns_from, OK)
+
+
+# -- why not ---------------------------------------------------------------------------------------
 
 _FRESH = "learns from fresh data only, and a replay holds old; use dqn or ddpg"
 _LAG = "does not correct for data older than its policy; use impala"
@@ -33,7 +138,7 @@ def _single_faults(experiment: Experiment) -> Iterator[str]:
 
 
 def _main_only_learns(run: RunConfig) -> int:
-    return int(run.overlap)
+    return int(run.overlap or run.elastic)
 
 
 def _gather_faults(experiment: Experiment) -> Iterator[str]:
@@ -42,6 +147,25 @@ def _gather_faults(experiment: Experiment) -> Iterator[str]:
             "overlap needs one worker that learns and others that act, and has "
             f"{experiment.run.workers}; type: --workers 2, or more"
         )
+    run = experiment.run
+    if not 0 < run.wait_for <= 1:
+        yield f"wait_for={run.wait_for:g}: a share of the batch, above 0 and up to 1, such as 0.8"
+    if not run.elastic:
+        return
+    asked = "wait_for" if run.wait_for < 1 else "on_worker_failure"
+    if run.workers < 2:
+        yield (
+            f"{asked} needs one worker that learns and others that act, and has {run.workers}; "
+            "type: --workers 2, or more"
+        )
+    if run.overlap:
+        yield f"{asked} and overlap do not go together: leave one of them out"
+    if run.collect == "episodes":
+        yield f"{asked} goes with a fixed number of steps; type: --collect steps"
+    if getattr(experiment.options, "lstm", 0):
+        yield f"{asked} and lstm do not go together: leave one of them out"
+    if run.engine not in ("inline", "local"):
+        yield f"{asked} of gather is for inline and local, not {run.engine}; type: --engine local"
 
 
 # -- gradient_server -------------------------------------------------------------------------------
@@ -84,6 +208,12 @@ def _server_faults(experiment: Experiment) -> Iterator[str]:
         )
     if run.collect == "episodes":
         yield "gradient_server collects a fixed number of steps; type: --collect steps"
+    for name in ("critic_learning_rate", "critic_epochs"):
+        if value := getattr(experiment.options, name, 0):
+            yield (
+                f"{name}={value}: gradient_server has one gradient for policy and critic; leave it "
+                "out, or type: --strategy allreduce"
+            )
     yield from _queue_faults(run)
 
 
@@ -149,6 +279,7 @@ _ALL = (
         name="single",
         about="one worker does everything in turn",
         program="manyhands.strategies.single:run",
+        model="manyhands.strategies.simulate:single",
         part="manyhands.strategies.single:part",
         one_worker=True,
         faults=_single_faults,
@@ -157,9 +288,11 @@ _ALL = (
         name="gather",
         about="every worker collects, the main worker learns",
         program="manyhands.strategies.gather:run",
+        model="manyhands.strategies.simulate:gather",
         refuses={"unroll": _V_TRACE, "replay": _REPLAY},
-        options=("overlap",),
+        options=("overlap", "wait_for", "max_lag"),
         not_acting=_main_only_learns,
+        restarts="worker",
         faults=_gather_faults,
         on_times="With gather only the main worker optimises; that is synchronisation to the "
         "others.",
@@ -168,6 +301,7 @@ _ALL = (
         name="allreduce",
         about="all workers collect and learn, gradients are summed",
         program="manyhands.strategies.allreduce:run",
+        model="manyhands.strategies.simulate:allreduce",
         part="manyhands.strategies.allreduce:Replica",
         default_for=("rollout",),
         refuses={"unroll": _V_TRACE, "replay": _REPLAY},
@@ -177,6 +311,7 @@ _ALL = (
         name="gradient_server",
         about="workers push gradients to a server when they are ready; a2c is A3C then",
         program="manyhands.strategies.gradient_server:run",
+        model="manyhands.strategies.simulate:gradient_server",
         part="manyhands.strategies.gradient_server:part",
         synchronous=False,
         refuses={"rollout": _SEVERAL_STEPS, "unroll": _V_TRACE, "replay": _REPLAY},
@@ -193,6 +328,7 @@ _ALL = (
         name="apex",
         about="actors fill a replay that learners draw from",
         program="manyhands.strategies.apex:run",
+        model="manyhands.strategies.simulate:apex",
         part="manyhands.strategies.apex:part",
         synchronous=False,
         default_for=("replay",),
@@ -208,6 +344,7 @@ _ALL = (
         name="actor_learner",
         about="actors send unrolls to one learner or several",
         program="manyhands.strategies.actor_learner:run",
+        model="manyhands.strategies.simulate:actor_learner",
         part="manyhands.strategies.actor_learner:part",
         synchronous=False,
         default_for=("unroll",),

@@ -2,8 +2,9 @@
 identity, and a run repeats to the bit.
 
     PPO, A2C, TRPO   envs ─► rollout ─► update ─► the next rollout
+    PPO, A2C with environments that are tensors: the same, and nothing leaves the device
     IMPALA           envs ─► unrolls ─► update ─► the next unrolls
-    DQN, DDPG        envs ─► n-step transitions ─► replay ─► so many gradient steps for each
+    from a replay    envs ─► n-step transitions ─► replay ─► so many gradient steps for each
                       ▲                               ▲     environment step
                       └────────── the same weights ───┴─ priorities ─┘
 
@@ -15,15 +16,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from manyhands.algorithms.base import Alone
+import numpy as np
+import torch
+
+from manyhands.algorithms.base import Alone, PolicyGradient
 from manyhands.algorithms.impala import IMPALA
+from manyhands.algorithms.on_device import TensorLearner, fits
+from manyhands.collect.on_device import TensorCollector
 from manyhands.collect.unroll import Unroll, joined
+from manyhands.envs.tensors import TensorEnvs
 from manyhands.replay.buffer import PrioritizedReplay
 from manyhands.strategies import experience
 from manyhands.strategies.actor_learner import UnrollReplay
 from manyhands.strategies.allreduce import Replica
 from manyhands.strategies.context import Context, Part
 from manyhands.strategies.progress import (
+    EveryWorker,
     RunProgress,
     episode_rows,
     load_process_state,
@@ -39,11 +47,63 @@ def run(context: Context, progress: RunProgress) -> None:
 def part(context: Context, progress: RunProgress) -> Part:
     match context.learns_from:
         case "rollout":
+            experiment = context.experiment
+            tensors = experiment.run.env_backend == "torch" and experiment.run.collect == "steps"
+            if tensors and fits(experiment.spec.load(), experiment.options):
+                return DeviceWorker(context, progress)
             return Replica(context, progress)
         case "unroll":
             return UnrollWorker(context, progress)
         case _:
             return ReplayWorker(context, progress)
+
+
+class DeviceWorker(Part):
+    """Environments, policy, rollout and learner on one device; the host gets metrics and
+    checkpoints. Of the episodes that end in one rollout all count, and the last are listed."""
+
+    def __init__(self, context: Context, progress: RunProgress) -> None:
+        self.context, self.progress = context, progress
+        run = context.experiment.run
+        with context.phases("starting"):
+            envs, _ = context.make_envs()
+            assert isinstance(envs, TensorEnvs)
+            context.build((envs.observation_space, envs.action_space))
+        algorithm = context.algorithm
+        assert isinstance(algorithm, PolicyGradient)
+        envs.to(algorithm.device)
+        self._collector = TensorCollector(
+            envs, algorithm.model, run.rollout_length, context.normaliser, algorithm.options.gamma,
+            seed=run.seed, say=self._say,
+        )  # fmt: skip
+        self._learner = TensorLearner(
+            algorithm, self._collector.rollout, seed=run.seed, say=self._say
+        )
+        keeper = EveryWorker(context, self._collector)
+        keeper.extra = lambda: {"minibatches": self._learner.generator.get_state().numpy()}
+        progress.begin(keeper)
+        if keeper.loaded is not None:
+            kept = torch.as_tensor(np.array(keeper.loaded["minibatches"]))
+            self._learner.generator.set_state(kept)
+
+    def goes_on(self) -> bool:
+        return self.progress.goes_on()
+
+    def update(self) -> None:
+        context, progress = self.context, self.progress
+        with context.phases("rollout"):
+            rollout, finished = self._collector.collect()
+        with context.phases("optimisation"):
+            info = self._learner.update(progress.fraction)
+        if finished.ended > len(finished.last):
+            progress.records.returns.also(finished.ended - len(finished.last), finished.best)
+        rows = np.zeros((len(finished.last), 4 + len(context.experiment.run.log_info)))
+        rows[:, :3], rows[:, 3], rows[:, 4:] = finished.last, context.rank, np.nan
+        progress.took(rollout.reward.numel(), rows)
+        progress.close_update(info)
+
+    def _say(self, text: str) -> None:
+        self.progress.records.note([text])
 
 
 class UnrollWorker(Part):

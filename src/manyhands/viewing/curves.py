@@ -27,7 +27,7 @@ import numpy as np
 from manyhands.config import nearest
 from manyhands.errors import ConfigError, SupportError
 from manyhands.experiment.folder import short_env
-from manyhands.viewing.runs import Group, Run, group_runs, read_run
+from manyhands.viewing.runs import Group, Run, group_runs, read_run, runs_in
 
 Array = np.ndarray[Any, np.dtype[Any]]
 X = Literal["steps", "time"]
@@ -177,18 +177,19 @@ def plot(
         plot(["runs/a", "runs/b"], "curves.pdf").curves["PPO single"].mean
 
     Args:
-        dirs: folders of runs, or what `train` gave back.
+        dirs: folders of runs or sweeps, or what `train` and `sweep` gave back.
         out: a name that ends in .png, .svg or .pdf; by default curves.png, in the folder of the
             run if there is one run.
         x: against environment steps, time, or both side by side.
         metric: the return, or a name of metrics.jsonl.
         window: episodes in the rolling mean of returns.
     """
-    runs = [read_run(path) for path in ([dirs] if isinstance(dirs, (str, os.PathLike)) else dirs)]
+    given = [dirs] if isinstance(dirs, (str, os.PathLike)) else dirs
+    runs = [read_run(path) for path in runs_in(given)]
     if not runs:
         raise ConfigError("no folder of a run was given: there is nothing to draw")
     name = "curves.png" if metric == RETURN else f"{metric.replace('/', '-')}.png"
-    path = Path(out or (runs[0].path / name if len(runs) == 1 else name))
+    path = Path(out or (Path(given[0]) / name if len(given) == 1 else name))
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"{path}: give a name that ends in {', '.join(_SUFFIXES)}")
     if not path.absolute().parent.is_dir():

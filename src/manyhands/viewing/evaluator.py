@@ -33,7 +33,7 @@ from manyhands.config import Experiment
 from manyhands.devices import THREAD_VARIABLES
 from manyhands.experiment.folder import RunFolder
 from manyhands.experiment.metrics import write_json
-from manyhands.experiment.report_lines import number
+from manyhands.experiment.progress import number
 from manyhands.experiment.sinks import tell
 from manyhands.policy import BEST, FILE, read_policy, write_policy
 from manyhands.viewing.evaluation import Evaluation, play

@@ -1,4 +1,4 @@
-"""`manyhands report`: all that a run has left, on one page that can be sent to somebody.
+"""`manyhands report`: all that a run or a sweep has left, on one page that can be sent to somebody.
 
 The first folder is what the page is about; others are compared with it in the curves and in the
 table of times. What cannot be made is left out with a sentence that says why.
@@ -23,13 +23,12 @@ from manyhands import __version__
 from manyhands.errors import ConfigError, SupportError
 from manyhands.experiment.bottleneck import bottleneck, shares
 from manyhands.experiment.folder import short_env
-from manyhands.experiment.progress import duration
-from manyhands.experiment.report_lines import number
+from manyhands.experiment.progress import duration, number
 from manyhands.strategies import registry as strategies
-from manyhands.viewing import curves
+from manyhands.viewing import curves, scores
 from manyhands.viewing import report_page as html
 from manyhands.viewing.report_page import behaviour, picture
-from manyhands.viewing.runs import Run, command_of, group_runs, read_run
+from manyhands.viewing.runs import SWEEP, Run, command_of, group_runs, read_run, runs_in
 from manyhands.viewing.video import go_headless
 
 # Phases that have a column and a colour of their own, whatever a run calls the rest
@@ -59,28 +58,31 @@ def report(
     *,
     video: bool = True,
 ) -> Report:
-    """Write one HTML page about a run, as `manyhands report` does.
+    """Write one HTML page about a run or a sweep, as `manyhands report` does.
 
     Args:
         dirs: folder of the run, or what `train` gave back; further ones are compared with the
-            first.
+            first. Or the folder of one sweep, or what `sweep` gave back.
         out: a name that ends in .html; by default report.html in the first folder.
         video: with a film of an episode.
     """
     given = [dirs] if isinstance(dirs, (str, os.PathLike)) else dirs
-    runs = [read_run(path) for path in given]
+    runs = [read_run(path) for path in runs_in(given)]
     if not runs:
         raise ConfigError("no folder of a run was given: there is nothing to report")
-    path = Path(out) if out else runs[0].path / "report.html"
+    swept = Path(given[0]) if len(given) == 1 and Path(given[0], SWEEP).is_file() else None
+    path = Path(out) if out else (swept or runs[0].path) / "report.html"
     if path.suffix not in (".html", ".htm"):
         raise ConfigError(f"--out {path}: give a name that ends in .html")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")
     beside = path.with_name(f".{path.name}.tmp")
     go_headless()  # before the environment is made for the first time
-    beside.write_text(make_page(runs, video=video), encoding="utf-8")
+    results = None if swept is None else scores.read(swept)
+    page = make_page(runs, video=video) if results is None else sweep_page(runs, results)
+    beside.write_text(page, encoding="utf-8")
     os.replace(beside, path)
-    return Report(path, runs[0].summary)
+    return Report(path, runs[0].summary if results is None else results)
 
 
 def make_page(runs: Sequence[Run], *, video: bool = True) -> str:
@@ -104,6 +106,36 @@ def make_page(runs: Sequence[Run], *, video: bool = True) -> str:
     env = short_env(run.experiment.run.env)
     footer = f"Made by manyhands {__version__} on {made} from {run.path.absolute().name}, {env}."
     return html.page(run.name, subtitle, body, footer)
+
+
+def sweep_page(runs: Sequence[Run], results: dict[str, Any]) -> str:
+    """The settings of a sweep, their curves, and its runs."""
+    envs = dict.fromkeys(run.experiment.run.env for run in runs)
+    tables = [
+        html.heading(f"{title[0].upper()}{title[1:]}") + html.table(rows[0], rows[1:])
+        for title, rows in scores.cells_of(results)
+    ]
+    columns = ["run", "state", "score", "return, last 100", "steps", "error"]
+    rows = [
+        [run["run"], run["state"],
+         *("–" if run[name] is None else f"{run[name]:,.2f}" for name in ("score", "mean_return")),
+         "–" if run["env_steps"] is None else number(run["env_steps"]), run["error"]]
+        for run in results["runs"]
+    ]  # fmt: skip
+    about = (
+        "IQM is the mean of the middle half of the seeds; the interval is from a bootstrap; the "
+        "last column says how likely a run of the first setting is better than one of this."
+    )
+    body = [
+        html.section("Settings", *tables, html.paragraph(about, soft=True)),
+        *(learning([run for run in runs if run.experiment.run.env == env]) for env in envs),
+        html.section("Runs", html.table(columns, rows, "text wrap")),
+    ]
+    first = runs[0].experiment
+    where = ", ".join(map(short_env, envs))
+    subtitle = f"{_many(len(results['settings']), 'setting')}, {_many(len(rows), 'run')}"
+    footer = f"Made by manyhands {__version__} on {time.strftime('%Y-%m-%d %H:%M')}."
+    return html.page(f"{first.spec.name.upper()} on {where}", subtitle, body, footer)
 
 
 def card(run_dir: curves.StrPath) -> str:

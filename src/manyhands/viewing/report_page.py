@@ -228,16 +228,22 @@ def picture(
 ) -> Picture:
     """Draw twice, for light and for dark pages."""
     plt = curves.pyplot()
-    made = []
+    made: list[bytes] = []
+    places: list[Any] = []
     for theme in (curves.LIGHT, curves.DARK):
         with curves.style(theme, size):
             figure = plt.figure(figsize=inches, layout="constrained")
             try:
                 draw(figure, theme)
+                if made:  # the same but for its colours: a layout takes as long as a picture
+                    figure.set_layout_engine("none")
+                    for axes, place in zip(figure.axes, places, strict=True):
+                        axes.set_position(place)
                 data = io.BytesIO()
                 # Without a date the same run gives the same page.
                 figure.savefig(data, format=kind, dpi=150, transparent=True,
                                metadata={"Date": None} if kind == "svg" else None)  # fmt: skip
+                places = [axes.get_position(original=True) for axes in figure.axes]
             finally:
                 plt.close(figure)
         made.append(data.getvalue())

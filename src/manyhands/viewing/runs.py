@@ -27,6 +27,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 # What two runs may differ in and still be repetitions of one experiment
 _NO_MATTER = ("seed", "run_dir", "quiet", "tensorboard", "wandb", "log_every",
               "checkpoint_seconds", "timeout", "address", "steps", "target_return")  # fmt: skip
+SWEEP = "sweep.toml"  # what the folder of a sweep has
 _RENAMED_PHASES = {"learning": "optimisation"}  # what earlier versions wrote
 
 
@@ -87,6 +88,18 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         summary["phase_seconds"] = _last_phases(metrics)
     events = _json_lines(folder / "events.jsonl")
     return Run(folder, experiment, metrics, episodes, events, summary, written is not None)
+
+
+def runs_in(dirs: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """The folders of runs that are meant: those of a sweep for its own."""
+    found: list[Path] = []
+    for folder in map(Path, dirs):
+        if (folder / SWEEP).is_file():
+            below = [*folder.glob("seed-*/config.toml"), *folder.glob("*/seed-*/config.toml")]
+            found += sorted(path.parent for path in below)
+        else:
+            found.append(folder)
+    return found
 
 
 def read_config(folder: Path) -> Experiment:

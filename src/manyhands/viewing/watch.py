@@ -27,7 +27,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from manyhands.errors import ConfigError
 from manyhands.experiment.folder import short_env
-from manyhands.viewing.runs import read_config
+from manyhands.viewing.runs import read_config, runs_in
 
 HOST = "127.0.0.1"
 _FILES = {
@@ -52,7 +52,7 @@ class Watcher:
     """The server; `url` is where the page is."""
 
     def __init__(self, dirs: Sequence[str | os.PathLike[str]], port: int = 0) -> None:
-        self.runs = [Followed(path) for path in dirs]
+        self.runs = [Followed(path) for path in runs_in(dirs)]
         self.token = secrets.token_urlsafe(24)
         handler = type("Handler", (_Handler,), {"watcher": self})
         try:

@@ -23,6 +23,7 @@ import numpy as np
 from manyhands.engines.base import Check, Patience, Roster, Sizes, Transport, add_up, doing
 from manyhands.engines.process import BoardRoster
 from manyhands.engines.shared import ResultPool, Segment, fence
+from manyhands.errors import CollectiveError
 from manyhands.trees import Array
 
 _NOTE_ROOM = 4096
@@ -290,7 +291,7 @@ class LocalTransport(Transport):
             roster.board.set_note(page, key, control.address)
         else:
             patience = Patience(self.timeout)
-            while not (address := roster.board.notes(page).get(key)):
+            while not (address := roster.board.note(page, key)):
                 if patience.pause():
                     roster.raise_if_gone([lead], f"group {name!r}")
                     if patience.over:
@@ -315,9 +316,11 @@ class LocalTransport(Transport):
     def _reach(self, address: str, rank: int) -> Segment:
         try:
             return Segment(address=address)
-        except OSError:
+        except OSError as error:
             self.roster.raise_if_gone([rank], doing(self._note_now))
-            raise
+            # Killed a moment ago, and nobody has noticed yet: no fault of ours.
+            who = self.roster.name(rank)
+            raise CollectiveError(f"{doing(self._note_now)}: {who} is gone ({error})") from None
 
     def _open(self, address: str, rank: int) -> Segment:
         """A result segment of another worker; the last few stay mapped."""

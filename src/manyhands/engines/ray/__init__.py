@@ -6,6 +6,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
+from manyhands.engines import hosts as hosts_of_a_run
 from manyhands.engines import process
 from manyhands.engines.base import Channel, Place, Service, WeightStore
 from manyhands.engines.group import Group
@@ -39,6 +40,7 @@ class RayWorker(process.ProcessWorker):
         from manyhands.engines.torch import transport as c10d
 
         self._client = client
+        self._process_group: Any
         self._handed: WeightStore | None = None
         self._version = 0  # of the weights that were handed out last
         start = max(timeout, START_SECONDS) if timeout > 0 else 0.0
@@ -54,14 +56,28 @@ class RayWorker(process.ProcessWorker):
         if state != "ok":
             raise _nobody(state, met, place.size, start)
         hosts = [m[0] for m in met]
+
+        def tell(what: str, mine: str) -> list[str]:
+            state, said = client.ask(f"start of the ray engine: {what}", "meet", what, place.rank,
+                                     mine, start, wait=start)  # fmt: skip
+            if state != "ok":
+                raise _nobody(state, said, place.size, start)
+            return list(said)
+
+        if not client.restarts:
+            hosts_of_a_run.meet(place, hosts, tell, near=met[0][3], script=False)
         arrivals = [Arrival(*m[:3]) for m in met]
         board = process.open_board(place.size) if len(set(hosts)) == 1 else None
         super().__init__(place, timeout, board)
-        store = _store(met[0][3], met[0][4], place.size, listener, start)
-        mine = place.local_rank % gpus if own_gpus(arrivals) else None
-        self._process_group: Any = c10d.init_process_group(
-            place.rank, place.size, store, timeout, gpu=mine, one_host=len(set(hosts)) == 1
-        )
+        store, self._process_group = None, None
+        if (
+            not client.restarts
+        ):  # else the others have made their group, and this one attends nothing
+            store = _store(met[0][3], met[0][4], place.size, listener, start)
+            mine = place.local_rank % gpus if own_gpus(arrivals) else None
+            self._process_group = c10d.init_process_group(
+                place.rank, place.size, store, timeout, gpu=mine, one_host=len(set(hosts)) == 1
+            )
         roster = self.roster(hosts)
         client.names = roster.names
         if board is None:
@@ -107,6 +123,13 @@ class RayWorker(process.ProcessWorker):
                 f"{', '.join(found) or 'none'}"
             )
         return RayService(self._client, name, int(found), self.timeout)
+
+    @property
+    def restarts(self) -> int:
+        return self._client.restarts
+
+    def main_has_left(self) -> bool:
+        return bool(self._client.ask("the main worker", "has_left", 0, wait=self.timeout))
 
     def fail(self, error: BaseException) -> None:
         super().fail(error)

@@ -25,7 +25,8 @@ from manyhands.engines import process
 from manyhands.engines.process import alive
 from manyhands.engines.ray import CLIENT, START_SECONDS
 from manyhands.engines.ray.session import Session
-from manyhands.engines.shared import DEAD, FAILED, RUNNING, Board
+from manyhands.engines.recovery import Recovery, Restart
+from manyhands.engines.shared import DEAD, EMPTY, FAILED, RUNNING, Board
 from manyhands.errors import CollectiveError, ConfigError, WorkerError
 
 _GRACE = 0.5  # seconds that the true cause gets to show itself, once a mere consequence has come
@@ -38,7 +39,8 @@ or os._exit"
 
 def run(*, workers: int, run_worker: str, payload: dict[str, Any], timeout: float,
         env: dict[str, str], address: str = "", cpus_per_worker: float = 1,
-        on_ready: Callable[[list[int]], None] | None = None) -> list[Any]:  # fmt: skip
+        on_ready: Callable[[list[int]], None] | None = None,
+        recovery: Recovery | None = None) -> list[Any]:  # fmt: skip
     """Run `module:function` once in each of `workers` actors, on `payload`; results by rank.
 
     Args:
@@ -50,6 +52,7 @@ def run(*, workers: int, run_worker: str, payload: dict[str, Any], timeout: floa
         address: the Ray cluster to join; empty starts a private Ray on this machine.
         cpus_per_worker: CPUs that Ray sets aside for each.
         on_ready: called with the pids once all actors are up.
+        recovery: who is started again when it fails or its process or host is gone.
 
     Raises:
         ConfigError: the cluster cannot be reached or is too small.
@@ -61,11 +64,12 @@ def run(*, workers: int, run_worker: str, payload: dict[str, Any], timeout: floa
         "MANYHANDS_TIMEOUT": f"{timeout:g}",
         **env,
     }
-    with Session(workers, cpus_per_worker, address, env) as session:
+    folder = os.path.dirname(payload.get("script") or "")
+    with Session(workers, cpus_per_worker, address, env, folder) as session:
         actors = _Actors(session, workers, cpus_per_worker, env)
         try:
             actors.start(on_ready)
-            return actors.work(run_worker, payload)
+            return actors.work(run_worker, payload, recovery or Recovery())
         finally:
             actors.end()
 
@@ -82,23 +86,35 @@ class _Actors:
         self._ray, self._session, self._size, self._env = ray, session, workers, env
         token = env.get("MANYHANDS_BOARD", "")
         self._board = Board.open(token, workers) if token else None
-        self._coordinator = ray.remote(num_cpus=0, max_concurrency=100 * (workers + 1))(
-            ray_parts.Coordinator
-        ).remote(workers)
-        seat = ray.remote(num_cpus=cpus, max_restarts=0)(Seat)
-        caps = {k: v for k, v in env.items() if k.endswith("_THREADS")}
-        # WHY at the start of the process: BLAS reads the caps when numpy is imported, and that is
-        # before an actor's first line. A private Ray has them in its own environment already.
-        options = {} if session.private else {"runtime_env": {"env_vars": caps}}
-        room = {n["NodeID"]: n["Resources"].get("CPU", 0) for n in ray.nodes() if n["Alive"]}
-        nodes = spread(workers, cpus, room, ray.get_runtime_context().get_node_id())
-        self._seats = [
-            seat.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True), **options
-            ).remote(self._coordinator, rank, workers)
-            for rank, node in enumerate(nodes)
-        ]
+        here = self._driver = ray.get_runtime_context().get_node_id()
+        self._on_node: Callable[[str], Any] = lambda node: NodeAffinitySchedulingStrategy(
+            node, soft=True
+        )
+        # At the driver's side: with any other host that dies the run can go on.
+        self._coordinator = (
+            ray.remote(num_cpus=0, max_concurrency=100 * (workers + 1))(ray_parts.Coordinator)
+            .options(scheduling_strategy=self._on_node(here))
+            .remote(workers)
+        )
+        self._seat = ray.remote(num_cpus=cpus, max_restarts=0)(Seat)
+        self._options = _runtime_env(session, env)
+        nodes = spread(workers, cpus, self._room("CPU"), here)
+        self._seats = [self._new_seat(rank, node, 0) for rank, node in enumerate(nodes)]
         self._where: list[dict[str, Any]] = []
+        self._run, self._payload = "", dict[str, Any]()
+        self._restarts: dict[int, Restart] = {}
+
+    def _room(self, what: str) -> dict[str, float]:
+        """CPUs by node."""
+        return {n["NodeID"]: n["Resources"].get(what, 0) for n in self._ray.nodes() if n["Alive"]}
+
+    def _new_seat(self, rank: int, node: str, restarts: int, **more: Any) -> Any:
+        """An actor for that worker, on that node if it is still there."""
+        place = self._on_node(node)
+        options = self._options | more
+        return self._seat.options(scheduling_strategy=place, **options).remote(
+            self._coordinator, rank, self._size, restarts
+        )
 
     def start(self, on_ready: Callable[[list[int]], None] | None) -> None:
         """Wait until all actors are up, under one deadline."""
@@ -118,26 +134,32 @@ class _Actors:
         if on_ready is not None:
             on_ready([int(w["pid"]) for w in self._where])
 
-    def work(self, run_worker: str, payload: dict[str, Any]) -> list[Any]:
+    def work(self, run_worker: str, payload: dict[str, Any], recovery: Recovery) -> list[Any]:
+        self._run, self._payload, self._recovery = run_worker, payload, recovery
+        ranks = recovery.ranks if recovery.policy == "restart" else ()
+        self._restarts = {rank: Restart([], {}) for rank in ranks}
+        return self._watch({self._begin(rank): rank for rank in range(self._size)})
+
+    def _begin(self, rank: int) -> Any:
+        """Let a worker run; the reference to its end."""
         nodes = [w["node"] for w in self._where]
-        running = {}
-        for rank, seat in enumerate(self._seats):
-            place = {
-                "MANYHANDS_ENGINE": "ray",
-                "MANYHANDS_RANK": str(rank),
-                "MANYHANDS_SIZE": str(self._size),
-                "MANYHANDS_LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
-                "MANYHANDS_LOCAL_SIZE": str(nodes.count(nodes[rank])),
-            }
-            order = {
-                "run": run_worker,
-                "payload": payload,
-                "env": {**self._env, **place},
-                "path": [p for p in sys.path if p],
-                "folder": os.getcwd(),
-            }
-            running[seat.run.remote(json.dumps(order))] = rank
-        return self._watch(running)
+        place = {
+            "MANYHANDS_ENGINE": "ray",
+            "MANYHANDS_RANK": str(rank),
+            "MANYHANDS_SIZE": str(self._size),
+            "MANYHANDS_LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
+            "MANYHANDS_LOCAL_SIZE": str(nodes.count(nodes[rank])),
+            "MANYHANDS_RESTARTS": str(self._restarts[rank].times if rank in self._restarts else 0),
+        }
+        order = {
+            "run": self._run,
+            "payload": self._payload,
+            "env": {**self._env, **place},
+            "path": [p for p in sys.path if p],
+            "folder": os.getcwd(),
+            "travels": self._session.travels if nodes[rank] != self._driver else "",
+        }
+        return self._seats[rank].run.remote(json.dumps(order))
 
     def _watch(self, running: dict[Any, int]) -> list[Any]:
         results: list[Any] = [None] * self._size
@@ -148,6 +170,8 @@ class _Actors:
             done, _ = self._ray.wait(list(running), num_returns=1, timeout=max(left, 0.0))
             for ref in done:
                 rank = running.pop(ref)
+                if self._restarted(ref, rank, running):
+                    continue
                 error, secondary, results[rank] = self._outcome(ref, rank)
                 if error is not None and not secondary:
                     raise error
@@ -158,6 +182,64 @@ class _Actors:
         if consequence is not None:
             raise consequence
         return results
+
+    def _restarted(self, ref: Any, rank: int, running: dict[Any, int]) -> bool:
+        """Whether a worker that failed, or whose process or host is gone, has a new one.
+
+        It goes to its node again, else to where most CPUs are free. Where none is, it shares one:
+        a run that goes on with fewer CPUs than it was promised beats one that ends.
+        """
+        allowance = self._restarts.get(rank)
+        if allowance is None or 0 not in running.values():
+            return False
+        fault = self._fault(ref)
+        if fault is None or not self._allowed(rank, allowance, *fault):
+            return False
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.kill(self._seats[rank])  # one that raised is still there
+        old, name = self._where[rank]["node"], self._name(rank)
+        self._where[rank] = {"host": "a new place", "node": old, "pid": 0}
+        room = self._room("CPU")
+        if old not in room:
+            old = max(room, key=lambda node: self._free(node))
+        if self._board is not None:
+            self._board.set_state(rank, EMPTY)
+        allowance.times += 1
+        more = {} if self._free(old) >= 1 else {"num_cpus": 0}
+        self._seats[rank] = self._new_seat(rank, old, allowance.times, **more)
+        seated = self._seats[rank].where.remote(self._session.output)
+        del seated  # it takes our output; where it is does not matter any more
+        running[self._begin(rank)] = rank
+        said = f"{name} {fault[1]}; it is started again (restart {allowance.times})"
+        print(f"manyhands: {said}", file=sys.stderr, flush=True)
+        return True
+
+    def _fault(self, ref: Any) -> tuple[str, str, str] | None:
+        """(kind, in words, traceback) of an end that was not well and is the worker's own."""
+        try:
+            said: Any = wire.decode(self._ray.get(ref))
+        except self._ray.exceptions.RayError:
+            return "killed", _LAST_WORDS, ""
+        if said["ok"] or said["secondary"]:
+            return None
+        return "raised", f"raised {said['summary']}", said["traceback"]
+
+    def _allowed(self, rank: int, allowance: Restart, kind: str, what: str, trace: str) -> bool:
+        """Whether it may be started again, after a pause. Either way the fault is recorded."""
+        allowed = allowance.allowed(self._recovery.restarts)
+        self._recovery.event(
+            "worker_fault",
+            kind=kind, worker=rank, who=self._name(rank), what=what, signal=None, exit_code=None,
+            traceback=trace,
+            action="restart" if allowed else "stop", restarts=allowance.times,
+        )  # fmt: skip
+        if allowed and allowance.due is not None:
+            time.sleep(max(0.0, allowance.due - time.monotonic()))  # 5 s at most
+        return allowed
+
+    def _free(self, node: str) -> float:
+        found = self._ray._private.state.available_resources_per_node()
+        return float(found.get(node, {}).get("CPU", 0.0))
 
     def _outcome(self, ref: Any, rank: int) -> tuple[WorkerError | None, bool, Any]:
         """(error, whether it only follows from another, value) of a worker that has ended."""
@@ -199,6 +281,18 @@ class _Actors:
                 self._ray.kill(actor)
 
 
+def _runtime_env(session: Any, env: dict[str, str]) -> dict[str, Any]:
+    """Options of an actor that Ray has to prepare its process for.
+
+    WHY at the start of the process: BLAS reads the caps when numpy is imported, and that is before
+    an actor's first line. A private Ray has them in its own environment already.
+    """
+    if session.private:
+        return {}
+    caps = {k: v for k, v in env.items() if k.endswith("_THREADS")}
+    return {"runtime_env": {"env_vars": caps}}
+
+
 def spread(workers: int, cpus: float, room: dict[str, float], driver: str) -> list[str]:
     """A node for each worker: all nodes filled alike, the main worker at the driver's side.
 
@@ -229,12 +323,13 @@ def spread(workers: int, cpus: float, room: dict[str, float], driver: str) -> li
 class Seat:
     """The actor: hosts one worker. Its one long call runs the program in the main thread."""
 
-    def __init__(self, coordinator: Any, rank: int, size: int) -> None:
+    def __init__(self, coordinator: Any, rank: int, size: int, restarts: int = 0) -> None:
         from manyhands.engines.ray.parts import Client
 
         self._rank = rank
+        self._brought = os.getcwd()  # where Ray has laid the folder of the script, if it travels
         process.die_with_parent(os.getppid())  # the raylet: Ray itself takes a while to notice
-        CLIENT[:] = [Client(coordinator, rank, size)]
+        CLIENT[:] = [Client(coordinator, rank, size, restarts)]
 
     def __repr__(self) -> str:
         """What Ray writes before each line that comes from another node."""
@@ -248,8 +343,20 @@ class Seat:
         node = ray.get_runtime_context().get_node_id()
         return json.dumps({"host": socket.gethostname(), "node": node, "pid": os.getpid()})
 
+    def _at_home(self, order: dict[str, Any]) -> dict[str, Any]:
+        """With the script, and where it imports from, as they were brought here."""
+        there, here = order["travels"], self._brought
+
+        def moved(path: str) -> str:
+            return here + path[len(there) :] if (path + os.sep).startswith(there + os.sep) else path
+
+        payload = order["payload"] | {"script": moved(order["payload"]["script"])}
+        return order | {"payload": payload, "path": [moved(path) for path in order["path"]]}
+
     def run(self, order_json: str) -> bytes:
         order = json.loads(order_json)
+        if order["travels"]:
+            order = self._at_home(order)
         os.environ.update(order["env"])
         sys.path[:0] = [p for p in order["path"] if p not in sys.path]
         if os.path.isdir(order["folder"]):

@@ -38,6 +38,10 @@ Reply = tuple[str, Any]
 Message = Any  # bytes, or [ObjectRef]: a list, so that Ray passes the reference and not the data
 
 
+class DataLost(CollectiveError):
+    """What a message referred to went with the process, or the host, of its writer."""
+
+
 class _Queue:
     def __init__(self) -> None:
         self.items: list[list[Message]] = []  # each in a list of its own: an identity
@@ -55,6 +59,7 @@ class Coordinator:
         self._weights: dict[str, tuple[int, Message]] = {}
         self._offers: dict[str, int] = {}
         self._mail: list[list[Any]] = [[] for _ in range(size)]
+        self._restarts = [0] * size  # how often each was started again
         self._met: dict[str, dict[int, Any]] = {}
         self._gone: dict[int, str] = {}  # rank -> why it can no longer come
         self._bells: dict[str, list[asyncio.Future[None]]] = {}
@@ -139,11 +144,28 @@ class Coordinator:
         self._mail[rank].append(letter)
         self._ring(f"mail/{rank}")
 
-    async def collect(self, rank: int) -> list[Any]:
-        """All letters for that worker; waits a while for the first."""
-        await self._until(f"mail/{rank}", lambda: bool(self._mail[rank]), _POLL, [])
+    async def collect(self, rank: int, restarts: int) -> list[Any]:
+        """All letters for that worker; waits a while for the first.
+
+        CRUCIAL: what is for a worker that was restarted must not go to its old process: that may
+        still be asking here, and answers to what it had asked are nobody's.
+        """
+        if restarts > self._restarts[rank]:
+            self._restarts[rank], self._mail[rank] = restarts, []
+            self._ring(f"mail/{rank}")
+        await self._until(
+            f"mail/{rank}",
+            lambda: bool(self._mail[rank]) or restarts < self._restarts[rank],
+            _POLL,
+            [],
+        )
+        if restarts < self._restarts[rank]:
+            return []
         letters, self._mail[rank] = self._mail[rank], []
         return letters
+
+    async def has_left(self, rank: int) -> bool:
+        return rank in self._gone
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -177,11 +199,12 @@ class Coordinator:
 class Client:
     """A worker's door to the coordinator: calls with deadlines, and a thread that listens."""
 
-    def __init__(self, coordinator: Any, rank: int, size: int) -> None:
+    def __init__(self, coordinator: Any, rank: int, size: int, restarts: int = 0) -> None:
         self.coordinator, self.rank, self.size = coordinator, rank, size
+        self.restarts = restarts  # how often this worker was started again
         self.names = [f"worker {r} of {size}" for r in range(size)]
         self.gone: dict[int, str] = {}
-        self._ids = itertools.count()
+        self._ids = itertools.count(restarts << 32)  # no number twice, restarts or not
         self._pending: dict[int, tuple[int, str, Future[Any]]] = {}
         self._counters: dict[str, _Counter] = {}
         self._lock = threading.Lock()
@@ -209,8 +232,10 @@ class Client:
         try:
             # WHY copies: memory of the object store is read-only and shared by all.
             return wire.decode(ray.get(message[0], timeout=timeout or None))
+        except ray.exceptions.GetTimeoutError:
+            raise CollectiveError(f"{doing}: its data did not come within {timeout:g} s") from None
         except ray.exceptions.RayError as error:
-            raise CollectiveError(
+            raise DataLost(
                 f"{doing}: its data is lost, with the worker that made it ({_first(error)})"
             ) from None
 
@@ -244,7 +269,8 @@ class Client:
         while True:
             try:
                 letters = ray.get(
-                    self.coordinator.collect.remote(self.rank), timeout=_POLL + _MARGIN
+                    self.coordinator.collect.remote(self.rank, self.restarts),
+                    timeout=_POLL + _MARGIN,
                 )
             except Exception as error:  # it is gone: so is everybody that it speaks for
                 with self._lock:
@@ -263,7 +289,10 @@ class Client:
         elif kind == "answer":
             _, number, worked, message = letter
             with self._lock:
-                rank, name, future = self._pending.pop(number)
+                asked = self._pending.pop(number, None)
+            if asked is None:  # by this worker before it was restarted
+                return
+            rank, name, future = asked
             try:
                 value = self.unpack(message, f"answer of service {name!r}", 0.0)
             except (CollectiveError, ConfigError) as error:
@@ -328,6 +357,7 @@ class RayChannel(Channel):
     ) -> None:
         self._client, self._name, self._timeout = client, name, timeout
         self._reader, self._capacity = reader, capacity
+        self.lost = 0  # messages whose data went with a writer that died
 
     def put(self, tree: Tree, timeout: float | None = None) -> None:
         limit = self._timeout if timeout is None else timeout
@@ -347,10 +377,14 @@ class RayChannel(Channel):
             raise ConfigError(f"channel {self._name!r}: only worker {self._reader} reads")
         limit = self._timeout if timeout is None else timeout
         doing = f"channel {self._name!r}: get"
-        state, message = self._client.ask(doing, "get", self._name, limit, wait=limit)
-        if state == LATE:
-            raise CollectiveError(f"{doing}: nothing came for {limit:g} s")
-        return self._client.unpack(message, doing, limit)
+        while True:  # each wait has its deadline, and what is lost was there once
+            state, message = self._client.ask(doing, "get", self._name, limit, wait=limit)
+            if state == LATE:
+                raise CollectiveError(f"{doing}: nothing came for {limit:g} s")
+            try:
+                return self._client.unpack(message, doing, limit)
+            except DataLost:
+                self.lost += 1
 
     def __len__(self) -> int:
         size = self._client.ask(f"channel {self._name!r}", "length", self._name, wait=_MARGIN)

@@ -31,16 +31,23 @@ _QUIET = {
 # WHY: on Linux Ray replaces 127.0.0.1 by the machine's public address and listens on all of them,
 # unless told (by this name, on any system) that there will be no cluster.
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-_PROBE = (
-    "import ray, sys; ray.init(address=sys.argv[1], logging_level='critical', log_to_driver=False);"
-    "print('CPUS', ray.cluster_resources().get('CPU', 0), flush=True); import os; os._exit(0)"
-)
+# The first question is whether it lets us in: `ray.init` would ask until its own time is over.
+_PROBE = """
+import os, sys, ray
+from ray._private.services import canonicalize_bootstrap_address_or_die as found
+from ray._raylet import GcsClient
+GcsClient(address=found(sys.argv[1])).internal_kv_keys(b"-", b"", timeout=5)
+ray.init(address=sys.argv[1], logging_level="critical", log_to_driver=False)
+print("CPUS", ray.cluster_resources().get("CPU", 0), flush=True)
+os._exit(0)
+"""
 
 
 class Session:
     """`with Session(...)`: Ray is up inside. `private`: ours alone; `output`: see `_hand_out`."""
 
-    def __init__(self, workers: int, cpus: float, address: str, env: dict[str, str]) -> None:
+    def __init__(self, workers: int, cpus: float, address: str, env: dict[str, str],
+                 folder: str = "") -> None:  # fmt: skip
         address = address or os.environ.get("RAY_ADDRESS", "")  # Ray itself would go there, too
         address = "" if address == "local" else address
         # Before the import: Ray reads some of them there.
@@ -54,12 +61,15 @@ class Session:
         self._workers, self._cpus = workers, cpus
         self._ours = not ray.is_initialized()
         self.private = self._ours and not address
+        # The folder of the user's script, which Ray brings to all nodes; "" where it does not.
+        self.travels = folder if self._ours and address and _may_travel(folder) else ""
         self.output = ""
         self._folder = ""
         self._handlers: dict[int, Any] = {}
         self._door: socket.socket | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._signal = 0
+        self._with_token = False
 
     def __enter__(self) -> Session:
         self._breakpoint = os.environ.get("PYTHONBREAKPOINT")
@@ -70,7 +80,11 @@ class Session:
                 self._start()
             elif self._ours:
                 _check_size(self._workers, self._cpus, self._probe(), self._address)
-                self._ray.init(address=self._address, logging_level="error", log_to_driver=True)
+                along = {"working_dir": self.travels, "excludes": _STAYS} if self.travels else {}
+                self._ray.init(
+                    address=self._address, logging_level="error", log_to_driver=True,
+                    runtime_env=along,
+                )  # fmt: skip
             else:
                 have = self._ray.cluster_resources().get("CPU", 0)
                 _check_size(self._workers, self._cpus, have, "this process's Ray")
@@ -126,7 +140,26 @@ class Session:
                     socket.send_fds(line, [b"."], [1, 2])
 
     def _probe(self) -> float:
-        """CPUs of the cluster, asked by a process that can be given up."""
+        """CPUs of the cluster. A token is shown where one is asked for, and only there: the driver
+        of a cluster without would refuse the cluster's own calls."""
+        said, errors = self._asked()
+        if "AuthToken" in errors and _use_token():
+            self._with_token = True
+            said, errors = self._asked()
+        if "AuthToken" in errors:
+            raise ConfigError(
+                f"the Ray cluster at {self._address} asks for a token and refuses ours "
+                f"({_token_place() or 'there is none here'}); copy {_TOKEN} from the machine "
+                "on which the cluster was started, or set RAY_AUTH_TOKEN_PATH"
+            )
+        found = [line.split()[1] for line in said.splitlines() if line.startswith("CPUS ")]
+        if not found:
+            last = errors.strip().rsplit("\n", 1)[-1]
+            raise ConfigError(f"no Ray cluster answers at {self._address} ({last})")
+        return float(found[0])
+
+    def _asked(self) -> tuple[str, str]:
+        """What a process that can be given up says of the cluster, and its errors."""
         address = self._address
         if address.startswith("ray://"):
             raise ConfigError(f"--address {address}: give the cluster's own address, host:6379")
@@ -141,19 +174,10 @@ class Session:
         except OSError as error:
             raise ConfigError(f"no Ray cluster answers at {address} ({error})") from None
         except subprocess.TimeoutExpired as late:
-            if b"AuthToken" in (late.stderr or b""):
-                raise ConfigError(
-                    f"the Ray cluster at {address} asks for a token and refuses ours; give it the "
-                    "way Ray wants it (RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH)"
-                ) from None
             raise ConfigError(
                 f"no Ray cluster answers at {address} (waited {late.timeout:g} s)"
             ) from None
-        found = [x.split()[1] for x in answer.stdout.splitlines() if x.startswith("CPUS ")]
-        if not found:
-            last = answer.stderr.strip().rsplit("\n", 1)[-1]
-            raise ConfigError(f"no Ray cluster answers at {address} ({last})")
-        return float(found[0])
+        return answer.stdout, answer.stderr
 
     def _answer_signals(self) -> None:
         """Ctrl-C and SIGTERM unwind the stack, so that everything is taken down."""
@@ -179,9 +203,62 @@ class Session:
                 self._watchdog.communicate()
             if self._folder:
                 shutil.rmtree(self._folder, ignore_errors=True)
+            if self._with_token:
+                _set_token_mode(None)
         finally:
             for number, previous in self._handlers.items():
                 signal.signal(number, previous)
+
+
+_TOKEN = "~/.ray/auth_token"
+_STAYS = [".git/", ".venv/", "venv/", "runs/", "node_modules/", "__pycache__/", "*.pyc"]
+_MOST_BYTES = 50 << 20  # of a folder that is brought to all nodes
+
+
+def _token_place() -> str:
+    """Where the token is by which Ray lets somebody in; "" where there is none."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "RAY_AUTH_TOKEN"
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser(_TOKEN)
+    return path if os.path.isfile(path) else ""
+
+
+def _use_token() -> bool:
+    """Show the token from now on; False where there is none, or somebody has chosen otherwise."""
+    if "RAY_AUTH_MODE" in os.environ or not _token_place():
+        return False
+    _set_token_mode("token")
+    return True
+
+
+def _set_token_mode(mode: str | None) -> None:
+    if mode is None:
+        os.environ.pop("RAY_AUTH_MODE", None)
+    else:
+        os.environ["RAY_AUTH_MODE"] = mode
+    if "ray" in sys.modules:  # it has read the variable already
+        with contextlib.suppress(ImportError):
+            from ray._raylet import Config  # type: ignore[attr-defined]
+
+            Config.initialize("")
+
+
+def _may_travel(folder: str) -> bool:
+    """Whether a folder is small enough to be sent to all nodes."""
+    total, stays = 0, {name.rstrip("/") for name in _STAYS}
+    for where, folders, files in os.walk(folder) if folder else ():
+        folders[:] = [name for name in folders if name not in stays]
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.path.getsize(os.path.join(where, name))
+        if total > _MOST_BYTES:
+            print(
+                f"manyhands: {folder} holds more than {_MOST_BYTES >> 20} MB, and is not sent to "
+                "the nodes: the script and its modules must be there, at the same path",
+                file=sys.stderr,
+            )
+            return False
+    return bool(folder)
 
 
 def _check_size(workers: int, cpus: float, have: float, where: str) -> None:

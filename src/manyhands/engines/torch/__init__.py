@@ -2,8 +2,9 @@
 
 1. everybody reaches the store (a small key-value server in worker 0 or in torchrun)
 2. everybody says there who and where it is: from here on a missing worker has a name
-3. on one host all share a board; on several the store has to do
-4. the process group: gloo, and nccl when every worker has a GPU of its own
+3. on several hosts: which interface, whether all run the same, and whether all reach all (hosts.py)
+4. on one host all share a board; on several the store has to do
+5. the process group: gloo, and nccl when every worker has a GPU of its own
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from manyhands.engines import hosts as hosts_of_a_run
 from manyhands.engines.base import Patience, Place, Roster
 from manyhands.engines.group import Group
 from manyhands.engines.process import ProcessWorker, open_board
@@ -49,6 +51,9 @@ def attach(place: Place, timeout: float) -> TorchWorker:
         local_rank=hosts[: place.rank].count(place.host),
         local_size=hosts.count(place.host),
     )
+    hosts_of_a_run.meet(
+        place, hosts, lambda what, mine: _all_say(store, what, place, mine, start), near=_near()
+    )
     board = _common_board(store, place, hosts, start)
     return TorchWorker(place, timeout, store, arrivals, board)
 
@@ -68,7 +73,13 @@ class TorchWorker(ProcessWorker):
             one_host=len(set(hosts)) == 1,
         )
         ranks = range(place.size)
-        roster = self.roster(hosts)
+        start = max(timeout, _START_SECONDS) if timeout > 0 else 0.0
+
+        def say(what: str, mine: Any) -> list[Any]:
+            said = _all_say(store, what, place, json.dumps(mine), start)
+            return [json.loads(word) for word in said]
+
+        roster = self.meet(hosts, say, meeting_point(os.environ)[0])
         self.group = Group(
             C10dTransport(self._process_group, ranks, place.rank, roster, timeout, board, store)
         )
@@ -195,6 +206,11 @@ def _store(place: Place, timeout: float) -> Any:
             f"is taken ({_first_line(error)}); set MASTER_ADDR and MASTER_PORT"
         ) from None
     return PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _near() -> str:
+    """The host of the store, where it is known by a name."""
+    return "" if dist.is_initialized() else meeting_point(os.environ)[0]
 
 
 def meeting_point(env: Mapping[str, str]) -> tuple[str, int, bool]:

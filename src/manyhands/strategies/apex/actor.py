@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from manyhands.algorithms.off_policy import OffPolicy
+from manyhands.engines.base import answer
 from manyhands.errors import CollectiveError
 from manyhands.replay.frames import HeldFrames
 from manyhands.replay.sharded import ShardWriter
@@ -99,7 +100,7 @@ class ReportsOutbox:
         if self._sent is None:
             return
         try:
-            self._sent.result(self._timeout or None)
+            answer(self._sent, self._timeout)
         except TimeoutError:
             raise CollectiveError(
                 f"{self.service.name}: not confirmed within {self._timeout:g} s"

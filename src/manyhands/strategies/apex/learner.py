@@ -13,14 +13,15 @@ import numpy as np
 from manyhands import seeding, trees
 from manyhands.engines.base import wait_of
 from manyhands.engines.group import Group
-from manyhands.experiment.report_lines import number
+from manyhands.errors import CollectiveError
+from manyhands.experiment.progress import number
 from manyhands.replay.sharded import RateLimit, ShardedReplay
 from manyhands.strategies import experience
 from manyhands.strategies.allreduce import CHECK_EVERY
 from manyhands.strategies.apex.actor import REPLAY, REPORTS
 from manyhands.strategies.context import Context, Part
 from manyhands.strategies.experience import ReplayLearner
-from manyhands.strategies.messages import Message, Weights
+from manyhands.strategies.messages import Message, Weights, not_heard_of
 from manyhands.strategies.progress import (
     Keeper,
     RunProgress,
@@ -41,7 +42,7 @@ class MainLearner(Part):
         self._weights, self._learner = Weights(context), ReplayLearner(context)
         self._replay = make_replay(context, progress, in_turns=False)
         # Once nobody adds rows any more, learning must not wait for them.
-        self._inbox = ReportsInbox(len(context.acting), self._replay.lift)
+        self._inbox = ReportsInbox(context.acting, self._replay.lift, context.worker.lost)
         self._learned = 0
         progress.begin(KeptReplay(context, self._replay))
         self._replay.serve(context.worker, REPLAY)
@@ -141,12 +142,15 @@ def finish(
     replay.close()
     weights.publish(steps=progress.steps)
     missing = [rank for rank in context.acting if rank not in inbox.left]
-    wait_of(context.worker)(
-        lambda: inbox.all_left,
-        "the end of the run",
-        f"the last message of {', '.join(context.roles.name(rank) for rank in missing)}",
-        context.worker.timeout,
-    )
+    try:
+        wait_of(context.worker)(
+            lambda: inbox.all_left,
+            "the end of the run",
+            f"the last message of {', '.join(context.roles.name(rank) for rank in missing)}",
+            context.worker.timeout,
+        )
+    except CollectiveError as error:
+        not_heard_of(context, {rank for rank in missing if rank not in inbox.left}, error)
     progress.late = len(inbox._take())
     for last in inbox.left.values():
         count_loss(progress, replay, last)
@@ -178,10 +182,15 @@ def table(context: Context, replay: ShardedReplay, inbox: ReportsInbox) -> str:
 class ReportsInbox:
     """Where actors say how far they are. Calls come from another thread than the learner's."""
 
-    def __init__(self, senders: int, deserted: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        senders: list[int],
+        deserted: Callable[[], None] = lambda: None,
+        lost: Callable[[], set[int]] = set,
+    ) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[Message] = deque()
-        self._senders, self._deserted = senders, deserted
+        self._senders, self._deserted, self._lost = set(senders), deserted, lost
         self.left: dict[int, Message] = {}
 
     def put(self, message: Message) -> None:
@@ -195,8 +204,9 @@ class ReportsInbox:
 
     @property
     def all_left(self) -> bool:
-        """Whether all actors have said good-bye."""
-        return len(self.left) == self._senders
+        """Whether all actors have said good-bye, or are lost."""
+        missing = self._senders - self.left.keys()
+        return not missing or not missing - self._lost()
 
     def _take(self) -> list[Message]:
         with self._lock:

@@ -127,7 +127,7 @@ def lead(context: Context, progress: RunProgress) -> None:
     weights, learner = Weights(context), ReplayLearner(context)
     kept = None if progress.resumed is None else progress.resumed["turns"]
     states = {} if kept is None else {int(s["actor"]): s for s in kept["actors"]}
-    inbox = TurnsInbox(len(context.acting), states)
+    inbox = TurnsInbox(context.acting, states)
     with apex.make_replay(context, progress, in_turns=True) as replay:
         clock = Clock(context, inbox)
         progress.begin(apex.KeptReplay(context, replay, clock))
@@ -224,7 +224,7 @@ class TurnsInbox(apex.ReportsInbox):
     """Messages by actor, and the states of actors: those to resume from, and those that were asked
     for."""
 
-    def __init__(self, senders: int, resumed: dict[int, Any]) -> None:
+    def __init__(self, senders: list[int], resumed: dict[int, Any]) -> None:
         super().__init__(senders)
         self._resumed = resumed
         self._by_actor: dict[int, deque[Message]] = {}

@@ -1,0 +1,171 @@
+"""`manyhands plan`: its simulation where the answer is known on paper, and its words."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from manyhands.cli import plan as command
+from manyhands.cli.main import main
+from manyhands.cli.train import parse
+from manyhands.errors import ConfigError
+from manyhands.strategies import registry
+from manyhands.strategies.simulate import (
+    Cluster,
+    Costs,
+    Load,
+    actor_learner,
+    allreduce,
+    apex,
+    gather,
+    gradient_server,
+    single,
+)
+
+COSTS = Costs(
+    act=0.0,
+    step=1e-4,
+    update=0.0,
+    update_row=5e-5,
+    other=0.0,
+    apply=1e-3,
+    meetings=10,
+    batch=1000,
+    row_bytes=100,
+    weight_bytes=40_000,
+    latency=0.0,
+    bandwidth=1e15,
+)
+ONE_HOST = Cluster(hosts=1, cores=4096)
+
+
+def shared(actors: int, extra: int = 0, **more: int) -> Load:
+    """1,000 rows of an update, divided."""
+    return Load(actors + extra, actors, 1, 1000 // actors, **more)
+
+
+def test_every_strategy_has_a_model() -> None:
+    for spec in registry.SPECS.values():
+        assert spec.load_model().__name__ == spec.name
+
+
+def test_one_worker_is_a_sum() -> None:
+    out = single(dataclasses.replace(COSTS, other=0.05, act=1e-4), shared(1), ONE_HOST)
+    assert out.steps_per_second == pytest.approx(1000 / (0.1 + 0.1 + 0.05 + 0.05))
+    assert out.bottleneck == "environments"
+
+
+@pytest.mark.parametrize("workers", [2, 10, 100])
+def test_gather_is_amdahl(workers: int) -> None:
+    out = gather(COSTS, shared(workers), ONE_HOST)
+    assert out.steps_per_second == pytest.approx(1000 / (0.1 / workers + 0.05), rel=1e-6)
+    assert workers == 2 or out.bottleneck == "learner"
+
+
+def test_gather_is_bound_by_the_wire_into_the_main_host() -> None:
+    slow = Cluster(hosts=10, cores=1, latency=0.0, bandwidth=1e5)  # 1,000 rows a second
+    out = gather(dataclasses.replace(COSTS, weight_bytes=0), shared(10), slow)
+    # Nine tenths of the rows come over it: 0.9 s, and 0.06 s of work.
+    assert out.steps_per_second == pytest.approx(1000 / (0.9 + 0.01 + 0.05), rel=1e-6)
+    assert out.bottleneck == "messages"
+    assert out.bytes_per_second == pytest.approx(0.9e5 / 0.96, rel=1e-6)
+
+
+def test_allreduce_shares_all_but_meetings() -> None:
+    assert allreduce(COSTS, shared(10), ONE_HOST).steps_per_second == pytest.approx(1000 / 0.015)
+    far = Cluster(hosts=10, cores=1, latency=1e-3, bandwidth=1e15)
+    out = allreduce(COSTS, shared(10), far)
+    assert out.steps_per_second == pytest.approx(1000 / (0.015 + 10 * 2e-3 * 3.3219), rel=1e-3)
+    assert out.bottleneck == "meetings"
+
+
+def test_processors_are_shared_and_crowded() -> None:
+    two = Cluster(hosts=1, cores=2)
+    crowded = dataclasses.replace(COSTS, crowd=1.25)
+    assert allreduce(COSTS, shared(4), two).steps_per_second == pytest.approx(
+        allreduce(COSTS, shared(2), two).steps_per_second)  # fmt: skip
+    assert allreduce(crowded, shared(2), two).steps_per_second == pytest.approx(
+        allreduce(COSTS, shared(2), two).steps_per_second / 1.25)  # fmt: skip
+
+
+def test_a_server_takes_one_push_after_the_other() -> None:
+    few = gradient_server(COSTS, Load(5, 4, 1, 100), ONE_HOST)
+    assert few.steps_per_second == pytest.approx(4 * 100 / 0.015, rel=0.05)
+    assert few.lag == pytest.approx(4, abs=0.5)  # all have pushed in between, itself included
+    assert few.bottleneck == "environments"
+    many = gradient_server(COSTS, Load(65, 64, 1, 100), ONE_HOST)
+    assert many.steps_per_second == pytest.approx(100 / COSTS.apply, rel=0.02)
+    assert many.bottleneck == "server"
+    assert many.lag > 60
+
+
+def test_a_learner_that_is_slower_bounds_its_actors() -> None:
+    for model in (actor_learner, apex):
+        few = model(COSTS, Load(2, 1, 1, 100), ONE_HOST)
+        assert few.steps_per_second == pytest.approx(1e4, rel=0.02)
+        many = model(COSTS, Load(17, 16, 1, 100), ONE_HOST)
+        assert many.steps_per_second == pytest.approx(1 / COSTS.update_row, rel=0.02)
+        assert (few.bottleneck, many.bottleneck) == ("environments", "learner")
+        assert few.lag < 2 < many.lag < 2 * 16 + 2  # the queues are full, and bounded
+
+
+def test_a_thin_wire_is_named() -> None:
+    thin = Cluster(hosts=17, cores=1, latency=1e-4, bandwidth=1e6)
+    costs = dataclasses.replace(COSTS, weight_bytes=100)
+    out = actor_learner(costs, Load(17, 16, 1, 100), thin)
+    assert out.steps_per_second == pytest.approx(1e4, rel=0.03)  # 100 bytes each, all over it
+    assert out.bottleneck == "the wire to the learner"
+
+
+def test_the_whole_table_and_the_cheapest() -> None:
+    one = parse(["ppo", "--env", "CartPole-v1", "--num-envs", "64", "--workers", "1"])
+    rows = command.simulate(one, COSTS, Cluster(hosts=4, cores=16))
+    assert {row[0] for row in rows} == {"single", "gather", "allreduce"}
+    assert max(row[1] for row in rows) == 4096
+    text = "\n".join(command.table(one, Cluster(hosts=4, cores=16), rows, 20_000))
+    assert "1000 Mbit/s and 100 µs between them" in text
+    assert "20,000 steps/s: --strategy allreduce --workers 4 is enough" in text
+    assert "nobody reaches 1,000,000,000 steps/s" in command.cheapest(rows, 1e9)
+    a3c = parse(["a2c", "--env", "CartPole-v1", "--num-envs", "64", "--workers", "1"])
+    assert "gradient_server" in {row[0] for row in command.simulate(a3c, COSTS, ONE_HOST)}
+
+
+def test_costs_of_something_else_are_refused(tmp_path: Path) -> None:
+    one = parse(["ppo", "--env", "CartPole-v1", "--workers", "1"])
+    file = tmp_path / "costs.json"
+    with pytest.raises(ConfigError, match=r"nothing has been measured .* add --measure"):
+        command.load(one, str(file))
+    facts = {"of": command._key(one), "costs": dataclasses.asdict(COSTS)}
+    file.write_text(json.dumps(facts))
+    assert command.load(one, str(file)) == COSTS
+    file.write_text(json.dumps(facts | {"of": "dqn"}))
+    with pytest.raises(ConfigError, match="was measured for dqn"):
+        command.load(one, str(file))
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="is no file of costs"):
+        command.load(one, str(file))
+
+
+def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "ppo", "--env", "CartPole-v1", "--costs", str(tmp_path / "costs.json")]
+    one = parse(["ppo", "--env", "CartPole-v1", "--workers", "1"])
+    facts = {"of": command._key(one), "costs": dataclasses.asdict(COSTS)}
+    (tmp_path / "costs.json").write_text(json.dumps(facts))
+    assert main([*words, "--json", str(tmp_path / "out.json"), "--hosts", "2"]) == 0
+    assert "ppo on CartPole-v1, 2 hosts of" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 25
+    assert main([*words, "--hosts", "0"]) == 2
+
+
+@pytest.mark.slow
+def test_costs_are_measured(tmp_path: Path) -> None:
+    words = ["plan", "ppo", "--env", "CartPole-v1", "--measure"]
+    words += ["--costs", str(tmp_path / "costs.json"), "--picture", str(tmp_path / "plan.png")]
+    assert main(words) == 0
+    costs = Costs(**json.loads((tmp_path / "costs.json").read_text())["costs"])
+    assert 1e-7 < costs.step < 1e-2
+    assert costs.bandwidth > 1e8
+    assert (tmp_path / "plan.png").stat().st_size > 1000
