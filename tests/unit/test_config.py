@@ -110,6 +110,7 @@ def test_what_is_left_open_depends_on_the_algorithm() -> None:
     assert build("trpo", env="X").run.rollout_length == 256
     assert build("ppo", env="X").run.hidden == (64, 64)
     assert build("ppo", env="X").run.activation == "tanh"
+    assert build("sac", env="X").run.activation == "relu"
 
 
 @pytest.mark.usefixtures("dummy")

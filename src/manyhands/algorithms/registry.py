@@ -260,6 +260,49 @@ class DDPGConfig(ReplayConfig):
     """With noise_kind=ou: how strongly the walk is pulled back."""
 
 
+@dataclass(frozen=True)
+class SACConfig(ReplayConfig):
+    HIDDEN: ClassVar[tuple[int, ...]] = (256, 256)
+    ACTIVATION: ClassVar[str] = "relu"
+
+    learning_rate: float | str = 3e-4
+    """Step size of critics, policy and temperature; a number, or a schedule over the run."""
+    n_step: int = 1
+    """Rewards that are added up before the target network is asked."""
+    batch_size: int = 256
+    """Rows of one gradient step, of all learners together."""
+    replay_size: int = 1_000_000
+    """Transitions that are kept, of all actors together."""
+    learning_starts: int = 5_000
+    """Transitions that must be there before the first gradient step; until then, actions are drawn
+    evenly from their range."""
+    updates_per_step: float = 1.0
+    """Gradient steps for each environment step. With apex it is held within bounds: a learner or
+    actors that are too fast for each other wait."""
+    prioritized: bool = False
+    """Draw transitions in proportion to their TD error, instead of all alike."""
+    huber: float = 0.0
+    """TD errors count quadratically up to this, linearly beyond; 0: quadratically always."""
+    max_grad_norm: float = float("inf")
+    """Gradients with a larger norm than this are scaled down to it."""
+    adam_epsilon: float = 1e-8
+    """Adam's epsilon."""
+    temperature: float = 0.0
+    """What a nat of entropy is worth, in reward; 0: learned, so that entropy_per_action is kept."""
+    initial_temperature: float = 1.0
+    """Where a learned temperature begins."""
+    entropy_per_action: float = -1.0
+    """With a learned temperature: the entropy that is kept, in nats for each number of an action
+    on [-1, 1]; evenly drawn ones have 0.69."""
+
+    def faults(self) -> Iterator[str]:
+        if not self.initial_temperature > 0:
+            yield (
+                f"initial_temperature={self.initial_temperature:g} must be above 0: its logarithm "
+                "is learned; type: --initial-temperature 1"
+            )
+
+
 # -- rows ------------------------------------------------------------------------------------------
 
 # (experiment, observation space, action space) -> torch.nn.Module
@@ -348,6 +391,15 @@ _ALL = (
         algorithm="manyhands.algorithms.ddpg:DDPG",
         learns_from="replay",
         model="manyhands.networks.q:bounded_actor",
+        actions="bounded",
+    ),
+    AlgorithmSpec(
+        name="sac",
+        about="two critics and a policy that stays as random as it can, for continuous actions",
+        options=SACConfig,
+        algorithm="manyhands.algorithms.sac:SAC",
+        learns_from="replay",
+        model="manyhands.algorithms.sac:squashed_actor",
         actions="bounded",
     ),
     AlgorithmSpec(
