@@ -303,6 +303,45 @@ class SACConfig(ReplayConfig):
             )
 
 
+@dataclass(frozen=True)
+class TD3Config(DDPGConfig):
+    HIDDEN: ClassVar[tuple[int, ...]] = (256, 256)
+    ACTIVATION: ClassVar[str] = "relu"
+
+    learning_rate: float | str = 3e-4
+    """Step size of the critics; a number, or a schedule over the run."""
+    policy_learning_rate: float | str = 3e-4
+    """Step size of the policy; a number, or a schedule over the run."""
+    n_step: int = 1
+    """Rewards that are added up before the target network is asked."""
+    batch_size: int = 256
+    """Rows of one gradient step, of all learners together."""
+    replay_size: int = 1_000_000
+    """Transitions that are kept, of all actors together."""
+    learning_starts: int = 5_000
+    """Transitions that must be there before the first gradient step; until then, actions are drawn
+    evenly from their range."""
+    updates_per_step: float = 1.0
+    """Gradient steps for each environment step. With apex it is held within bounds: a learner or
+    actors that are too fast for each other wait."""
+    prioritized: bool = False
+    """Draw transitions in proportion to their TD error, instead of all alike."""
+    max_grad_norm: float = float("inf")
+    """Gradients with a larger norm than this are scaled down to it."""
+    adam_epsilon: float = 1e-8
+    """Adam's epsilon."""
+    policy_delay: int = 2
+    """Gradient steps of the critics for one of the policy and of the target networks."""
+    target_noise: float = 0.2
+    """Deviation of the noise on the target policy's actions, as a share of half their range."""
+    target_noise_clip: float = 0.5
+    """Where that noise is cut."""
+
+    def faults(self) -> Iterator[str]:
+        if self.policy_delay < 1:
+            yield f"policy_delay={self.policy_delay}: at least 1 is needed; type: --policy-delay 2"
+
+
 # -- rows ------------------------------------------------------------------------------------------
 
 # (experiment, observation space, action space) -> torch.nn.Module
@@ -400,6 +439,15 @@ _ALL = (
         algorithm="manyhands.algorithms.sac:SAC",
         learns_from="replay",
         model="manyhands.algorithms.sac:squashed_actor",
+        actions="bounded",
+    ),
+    AlgorithmSpec(
+        name="td3",
+        about="ddpg with two critics, of which the lower one counts, for continuous actions",
+        options=TD3Config,
+        algorithm="manyhands.algorithms.td3:TD3",
+        learns_from="replay",
+        model="manyhands.algorithms.td3:twin_bounded_actor",
         actions="bounded",
     ),
     AlgorithmSpec(
