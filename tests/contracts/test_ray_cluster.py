@@ -65,6 +65,31 @@ def train_and_tell(case: dict[str, Any]) -> dict[str, Any]:
     return {"node": node, "puts": len(puts), "updates": summary["updates"]}
 
 
+def auth() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")}
+
+
+def own_token() -> str:
+    return os.environ["RAY_AUTH_TOKEN"]
+
+
+def test_a_ray_of_our_own_has_a_token_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other session, here or elsewhere, has to do with it. It stands before those that join a
+    cluster: once Ray had made a token, this process asked every later cluster for it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = auth()
+    with as_in_a_worker():
+        call = calls.pack(own_token, (), {})
+    job = Job(workers=1, engine="ray", call=call, timeout=60, results=True)
+    first, second = run(job), run(job)
+    assert len(first[0]) == len(second[0]) == 64
+    assert first != second
+    assert auth() == before
+    assert not (tmp_path / ".ray").exists()
+
+
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_trpo_gathers_whole_episodes_from_both_nodes(
     address: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

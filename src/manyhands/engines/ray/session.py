@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -69,7 +70,7 @@ class Session:
         self._door: socket.socket | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._signal = 0
-        self._with_token = False
+        self._access: dict[str, str | None] | None = None  # as it was before this session
 
     def __enter__(self) -> Session:
         self._breakpoint = os.environ.get("PYTHONBREAKPOINT")
@@ -113,6 +114,11 @@ class Session:
         # WHY: the path of a unix socket may have 107 characters and Ray needs 70 of them.
         base = base if len(base) <= 20 or not os.path.isdir("/tmp") else "/tmp"
         self._folder = tempfile.mkdtemp(prefix=f"mh-ray-{os.getpid()}-", dir=base)
+        # Ray would make a token for all of the user's sessions, in the home, which may be read-only,
+        # and two that start at once would make two. This one is for this session alone.
+        if not os.environ.keys() & _ACCESS:
+            token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+            self._access = _set_access(token)
         local = {**self._env, "MANYHANDS_LOCAL_SIZE": str(self._workers)}
         with _environment(local):  # what the actors' processes begin with
             self._ray.init(
@@ -143,8 +149,8 @@ class Session:
         """CPUs of the cluster. A token is shown where one is asked for, and only there: the driver
         of a cluster without would refuse the cluster's own calls."""
         said, errors = self._asked()
-        if "AuthToken" in errors and _use_token():
-            self._with_token = True
+        if "AuthToken" in errors and "RAY_AUTH_MODE" not in os.environ and _token_place():
+            self._access = _set_access({"RAY_AUTH_MODE": "token"})
             said, errors = self._asked()
         if "AuthToken" in errors:
             raise ConfigError(
@@ -203,14 +209,15 @@ class Session:
                 self._watchdog.communicate()
             if self._folder:
                 shutil.rmtree(self._folder, ignore_errors=True)
-            if self._with_token:
-                _set_token_mode(None)
+            if self._access is not None:
+                _set_access(self._access)
         finally:
             for number, previous in self._handlers.items():
                 signal.signal(number, previous)
 
 
 _TOKEN = "~/.ray/auth_token"
+_ACCESS = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
 _STAYS = [".git/", ".venv/", "venv/", "runs/", "node_modules/", "__pycache__/", "*.pyc"]
 _MOST_BYTES = 50 << 20  # of a folder that is brought to all nodes
 
@@ -223,24 +230,25 @@ def _token_place() -> str:
     return path if os.path.isfile(path) else ""
 
 
-def _use_token() -> bool:
-    """Show the token from now on; False where there is none, or somebody has chosen otherwise."""
-    if "RAY_AUTH_MODE" in os.environ or not _token_place():
-        return False
-    _set_token_mode("token")
-    return True
+def _set_access(values: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Whether Ray shows and asks for a token from now on, and which; what it was before."""
+    before = {name: os.environ.get(name) for name in values}
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    # It has read the variables already. In this order: a thread of a session that is ending may
+    # look for its token still.
+    with contextlib.suppress(ImportError):
+        from ray._raylet import (  # type: ignore[attr-defined]
+            AuthenticationTokenLoader,
+            Config,
+        )
 
-
-def _set_token_mode(mode: str | None) -> None:
-    if mode is None:
-        os.environ.pop("RAY_AUTH_MODE", None)
-    else:
-        os.environ["RAY_AUTH_MODE"] = mode
-    if "ray" in sys.modules:  # it has read the variable already
-        with contextlib.suppress(ImportError):
-            from ray._raylet import Config  # type: ignore[attr-defined]
-
-            Config.initialize("")
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
+    return before
 
 
 def _may_travel(folder: str) -> bool:
