@@ -14,6 +14,27 @@ from typing import Any
 from unittest import mock
 
 
+def wide_observations() -> Any:
+    """An environment whose rows are long, so that what is sent is rows."""
+    import gymnasium as gym
+    import numpy as np
+
+    class Wide(gym.Env[Any, Any]):
+        observation_space = gym.spaces.Box(-1, 1, (256,), np.float32)
+        action_space = gym.spaces.Discrete(2)
+
+        def reset(self, **options: Any) -> Any:
+            super().reset(**options)
+            self._steps = 0
+            return self.observation_space.sample(), {}
+
+        def step(self, action: Any) -> Any:
+            self._steps += 1
+            return self.observation_space.sample(), 1.0, False, self._steps == 100, {}
+
+    return Wide()
+
+
 def main(path: str) -> None:
     from manyhands import run
     from manyhands.agent import _Named

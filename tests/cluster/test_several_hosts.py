@@ -45,12 +45,12 @@ APART: dict[str, tuple[str, dict[str, Any]]] = {
 # MPICH would see that its hosts are one machine, and use its memory.
 OVER_TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0"}
 TOKEN = "0123456789abcdef" * 4
-# Long episodes, and a batch of 6,144 rows.
-MEASURED = {"env": "Pendulum-v1", "num_envs": 6, "rollout_length": 1024, "minibatch": 1024,
-            "epochs": 1, "steps": 6 * 6 * 1024}  # fmt: skip
-# Of what rows and weights alone would take. The aim is 1.2: torch's notes are as long as the
-# longest of the last calls (1.24 measured); Ray's own processes talk all the time (below 1.6).
-MOST = {"mpi": 1.2, "torch": 1.3, "ray": 1.6}
+# A batch of 6 MB. What a meeting costs beside its rows, and what Ray's own processes say to each
+# other whenever it suits them, is some 20 to 100 kB an update: seen in batches of 250 kB (1.2, 1.24
+# and up to 1.6 times the bound on mpi, torch and ray), not in these (1.02).
+MEASURED = {"env": "cluster_programs:wide_observations", "num_envs": 6, "rollout_length": 1024,
+            "minibatch": 1024, "epochs": 1, "steps": 6 * 6 * 1024}  # fmt: skip
+MOST = 1.2  # times what rows and weights alone would take
 
 
 def apart_on(engine: str) -> list[str]:
@@ -193,7 +193,7 @@ def test_bytes_of_an_update(engine: str, launched: Any) -> None:
     sent = sum(t["traffic"][-2][1] - t["traffic"][1][1] for t in told)
     least = sum(t["rows"] for t in told[1:]) + 2 * told[0]["weights"]
     updates = len(told[0]["traffic"]) - 3
-    assert sent / updates / least <= MOST[engine], (sent / updates, least)
+    assert sent / updates / least <= MOST, (sent / updates, least)
 
 
 @pytest.mark.parametrize("engine", engine_params("mpi", "torch"))
