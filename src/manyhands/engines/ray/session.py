@@ -114,8 +114,8 @@ class Session:
         # WHY: the path of a unix socket may have 107 characters and Ray needs 70 of them.
         base = base if len(base) <= 20 or not os.path.isdir("/tmp") else "/tmp"
         self._folder = tempfile.mkdtemp(prefix=f"mh-ray-{os.getpid()}-", dir=base)
-        # Ray would make a token for all of the user's sessions, in the home, which may be read-only,
-        # and two that start at once would make two. This one is for this session alone.
+        # Ray would make one token for all sessions, in the user's home, which may be read-only; and
+        # two that start at once would make two. This one is for this session alone.
         if not os.environ.keys() & _ACCESS:
             token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
             self._access = _set_access(token)
