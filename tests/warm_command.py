@@ -19,16 +19,24 @@ def run(words: list[str]) -> int:
     request = json.dumps({"words": words, "folder": os.getcwd(), "env": dict(os.environ)}).encode()
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(address)
+        child, early = 0, []
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            if child:
+                os.kill(child, number)
+            else:
+                early.append(number)
+
+        # CRUCIAL: before there is a copy. It may run, and somebody send it a signal, before we know
+        # its number; by default that would end us and leave the copy behind.
+        for number in SIGNALS:
+            signal.signal(number, pass_on)
         socket.send_fds(line, [len(request).to_bytes(4, "big")], [0, 1, 2])
         line.sendall(request)
         answers = line.makefile()
         child = int(answers.readline())
-
-        def pass_on(number: int, frame: FrameType | None) -> None:
+        for number in early:
             os.kill(child, number)
-
-        for number in SIGNALS:
-            signal.signal(number, pass_on)
         return int(answers.readline())
 
 
