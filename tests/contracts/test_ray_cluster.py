@@ -156,3 +156,15 @@ def test_more_workers_than_cpus_says_so_at_once(address: str, said: str, tmp_pat
     assert "8 workers x 1 CPU = 8" in done.stderr
     assert "has 4" in done.stderr
     assert time.monotonic() - began < 40  # not the minute that actors may take to start
+
+
+def test_a_port_where_something_else_listens_is_no_cluster() -> None:
+    """Ray itself would try for ten minutes. However busy this machine: to start Python and import
+    Ray does not count."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        where = f"127.0.0.1:{door.getsockname()[1]}"
+        words = ["--engine", "ray", "--address", where, "--workers", "2", "--steps", "4000"]
+        command = [sys.executable, "-m", "manyhands", "train", "ppo", "--env", "CartPole-v1"]
+        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip() == f"manyhands: no Ray cluster answers at {where} (waited 8 s)"

@@ -21,7 +21,8 @@ import psutil
 
 from manyhands.errors import ConfigError, needs
 
-_REACH_SECONDS = 9.0  # an address that does not answer: Ray itself would try for ten minutes
+_REACH_SECONDS = 8  # an address that does not answer: Ray itself would try for ten minutes
+_LOOK_SECONDS = 60.0  # at a cluster that does: a busy machine takes its time to import Ray
 _STORE_BYTES = 512 << 20
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -34,10 +35,12 @@ _QUIET = {
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # The first question is whether it lets us in: `ray.init` would ask until its own time is over.
 _PROBE = """
-import os, sys, ray
+import os, signal, sys, ray
 from ray._private.services import canonicalize_bootstrap_address_or_die as found
 from ray._raylet import GcsClient
+signal.alarm(int(sys.argv[2]))
 GcsClient(address=found(sys.argv[1])).internal_kv_keys(b"-", b"", timeout=5)
+signal.alarm(0)
 ray.init(address=sys.argv[1], logging_level="critical", log_to_driver=False)
 print("CPUS", ray.cluster_resources().get("CPU", 0), flush=True)
 os._exit(0)
@@ -174,8 +177,8 @@ class Session:
             if host and port.isdigit():
                 socket.create_connection((host, int(port)), 3.0).close()
             answer = subprocess.run(
-                [sys.executable, "-c", _PROBE, address], capture_output=True, text=True,
-                timeout=_REACH_SECONDS - 1,
+                [sys.executable, "-c", _PROBE, address, str(_REACH_SECONDS)], capture_output=True,
+                text=True, timeout=_LOOK_SECONDS,
             )  # fmt: skip
         except OSError as error:
             raise ConfigError(f"no Ray cluster answers at {address} ({error})") from None
@@ -183,6 +186,8 @@ class Session:
             raise ConfigError(
                 f"no Ray cluster answers at {address} (waited {late.timeout:g} s)"
             ) from None
+        if answer.returncode == -signal.SIGALRM:
+            raise ConfigError(f"no Ray cluster answers at {address} (waited {_REACH_SECONDS} s)")
         return answer.stdout, answer.stderr
 
     def _answer_signals(self) -> None:
