@@ -22,7 +22,7 @@ IDENTITY = {"discrete": 14.0, "shifted": 14.0, "multidiscrete": 13.0, "multibina
 IDENTITY |= {"box": -4.0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "a2c": {"rollout_length": 16, "learning_rate": 5e-3},
-    "ppo": {"rollout_length": 64, "minibatch": 128, "learning_rate": 5e-3},
+    "ppo": {"rollout_length": 64, "minibatch": 128, "learning_rate": 2e-3},
     "trpo": {"rollout_length": 64, "max_kl": 0.05, "value_epochs": 3},
 }
 LIMIT = 16_384  # steps: three times what the slowest of these needs
