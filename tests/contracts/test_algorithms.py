@@ -12,6 +12,7 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from manyhands.algorithms import base
 from manyhands.algorithms.base import Alone
 from manyhands.algorithms.registry import SPECS
 from manyhands.collect.rollout import Collector
@@ -19,7 +20,7 @@ from manyhands.envs import make_vec
 from manyhands.envs.toys import Delayed, TimeLimit
 from manyhands.errors import ConfigError, WorkerError
 from manyhands.math.running_stats import Normaliser
-from manyhands.networks.build import build_actor_critic
+from manyhands.networks.build import build_actor_critic, to_tensor
 from manyhands.streams import EnvNoise
 from manyhands.types import Acted
 
@@ -179,6 +180,44 @@ def test_one_update_on_every_space(name: str, observations: str, actions: str) -
     assert not torch.equal(algorithm.flat.data, before)
     assert algorithm.version == 1
     envs.close()
+
+
+# -- batches on a device ---------------------------------------------------------------------------
+
+
+def updated(name: str, observations: str, brings: bool) -> Any:
+    algorithm = make(name, OBSERVATIONS[observations], ACTIONS["box"])
+    algorithm.brings, in_numpy(algorithm).fast = brings, None
+    batch = batch_of(algorithm, OBSERVATIONS[observations], rows=50)
+    moved(algorithm)
+    algorithm.update(batch, Alone(), 0.0)
+    return algorithm
+
+
+@pytest.mark.parametrize("observations", ["vector", "dict of image"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_that_is_brought_to_the_device_teaches_the_same(
+    name: str, observations: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and whole; and where there is no room for it, minibatch by minibatch as before."""
+    expected = updated(name, observations, brings=False)
+    sizes: list[int] = []
+
+    def counted(tree: Any, device: torch.device) -> Any:
+        if isinstance(tree, dict) and isinstance(tree.get("target"), np.ndarray):
+            sizes.append(len(tree["target"]))
+            if full and sizes[-1] == 50:
+                raise torch.OutOfMemoryError("no room")
+        return to_tensor(tree, device)
+
+    monkeypatch.setattr(base, "to_tensor", counted)
+    for full in (False, True):
+        sizes.clear()
+        found = updated(name, observations, brings=True)
+        assert torch.equal(found.flat.data, expected.flat.data)
+        assert sizes[0] == 50
+        assert found.brings != full
+        assert len(sizes) == 1 or full
 
 
 # -- PPO -------------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text
 from torch import nn
+from torch.nn import functional
 
 from manyhands.errors import ConfigError
 from manyhands.math.natural_gradient import flat_parameters, set_flat_parameters
 from manyhands.networks.build import build_actor_critic
-from manyhands.networks.encoders import ImageEncoder, mlp
+from manyhands.networks.encoders import ImageEncoder, mlp, to_bfloat16
 from manyhands.networks.numpy_distributions import mode, sample
 from manyhands.networks.numpy_mlp import FastActor, can_act, encoding
 
@@ -169,6 +170,23 @@ def test_images_are_scaled_and_both_layouts_agree():
     torch.testing.assert_close(encoder(image), encoder.layers(image.float() / 255.0))
     assert encoder(image).shape == (2, 512)
     assert ImageEncoder((36, 36, 1)).layers[-2].in_features == 64
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 50), (40, 50, 3)])
+def test_bfloat16_changes_the_third_digit(shape):
+    encoder = ImageEncoder(shape)
+    halved = copy.deepcopy(encoder)
+    to_bfloat16(nn.ModuleDict({"in a model": halved}))
+    images = torch.randint(0, 256, (8, *shape), dtype=torch.uint8)
+    exact, rough = encoder(images), halved(images)
+    assert rough.dtype == torch.float32
+    assert not torch.equal(rough, exact)
+    torch.testing.assert_close(rough, exact, rtol=0.0, atol=0.02 * exact.detach().max().item())
+    for features in (exact, rough):
+        (features - 1.0).square().mean().backward()
+    for p, q in zip(encoder.parameters(), halved.parameters(), strict=True):
+        assert q.grad.dtype == torch.float32
+        assert functional.cosine_similarity(p.grad.flatten(), q.grad.flatten(), 0) > 0.999
 
 
 def test_faults_are_named():

@@ -11,6 +11,7 @@ result is that of one worker with all the rows, however unequal the parts.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -102,6 +103,7 @@ class Algorithm(ABC):
         self, model: ActorCritic, options: Any, *, seed: int, device: torch.device | None = None
     ) -> None:
         self.device = device or torch.device("cpu")
+        self.brings = self.device.type != "cpu"  # whether batches are brought to the device whole
         self.model = model.to(self.device)
         self.options = options
         self.flat = FlatParameters(model)
@@ -181,6 +183,7 @@ class Algorithm(ABC):
         With `fit` the value learns by itself; else the algorithm's own gradient is followed.
         """
         mover = fit or self
+        batch = self.brought(batch)
         here = len(batch["target"])
         first, total = across.place(here)
         length = batch["target"].shape[1] if self.recurrent else 1  # rows of one sequence
@@ -192,7 +195,7 @@ class Algorithm(ABC):
         for _ in range(epochs):
             for rows, sequences in self._minibatches(first, here, total, size):
                 count = sequences * length
-                local = mover.gradient(batch if rows is None else take(batch, rows), count)
+                local = mover.gradient(batch if rows is None else _chosen(batch, rows), count)
                 grad, sums = self._seam(across, local, mover.moved)
                 norm = mover.apply(grad, lr, max_grad_norm)
                 totals += sums
@@ -204,6 +207,19 @@ class Algorithm(ABC):
                 break
         report = dict(zip(mover.stats, (totals / max(seen, 1)).tolist(), strict=True))
         return report | {"grad_norm": norm, "learning_rate": lr, "gradient_steps": float(steps)}
+
+    def brought(self, batch: Batch) -> Batch:
+        """The batch where it is learned from: on a device it is brought there once, so that
+        minibatches are chosen there. A batch that finds no room there stays with the host, and its
+        minibatches travel one by one."""
+        if not self.brings or trees.is_tensor(batch["target"]):
+            return batch
+        try:
+            there: Batch = to_tensor(batch, self.device)
+        except torch.OutOfMemoryError:
+            self.brings = False
+            return batch
+        return there
 
     def _seam(
         self, across: Across, stats: list[float], moved: slice | None = None
@@ -302,6 +318,16 @@ class ValueFit:
 
     def apply(self, grad: torch.Tensor, lr: float, max_grad_norm: float) -> float:
         return _step(self.adam, grad, lr, max_grad_norm, self._algorithm.version + 1)
+
+
+def _chosen(batch: Batch, rows: Array) -> Batch:
+    """Some rows of the batch, where it is."""
+    target = batch["target"]
+    if not trees.is_tensor(target):
+        return take(batch, rows)
+    index = torch.from_numpy(rows).to(target.device)
+    chosen: Batch = trees.map(lambda column: column.index_select(0, index), batch)
+    return chosen
 
 
 def value_from(model: ActorCritic) -> int:
@@ -408,7 +434,7 @@ class PolicyGradient(Algorithm):
             seen = self.see(rows)
             return self.backward(*seen, rows, count)
         self.flat.zero_grad()
-        with devices.said_what_fits(self.device, rows["target"].size, self.options):
+        with devices.said_what_fits(self.device, math.prod(rows["target"].shape), self.options):
             on_device = {k: to_tensor(v, self.device) for k, v in rows.items()}
             return self.autograd(*forward(self.model, on_device), count)
 

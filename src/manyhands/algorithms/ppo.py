@@ -45,6 +45,7 @@ class PPO(PolicyGradient):
         batch = {name: column for name, column in batch.items() if name not in unused}
         if o.normalize_advantages:
             batch = normalised(batch, across)
+        batch = self.brought(batch)  # once, for the critic's passes too
         limit = 1.5 * o.target_kl if o.target_kl > 0 and not o.kl_penalty else float("inf")
         info = self.descend(
             batch,

@@ -63,6 +63,7 @@ class TRPO(Algorithm):
         fit = explained_variance(batch, across)
         if o.normalize_advantages:
             batch = normalised(batch, across)
+        batch = self.brought(batch)
         policy = self._improve_policy(batch, across)
         value = self.descend(
             {k: batch[k] for k in self.critic.columns},

@@ -131,6 +131,9 @@ class RunConfig:
     """Handed to it when it is made."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where to learn; auto takes a GPU if there is one."""
+    bfloat16: bool = False
+    """Let our networks for images act and learn with bfloat16 products: up to three times as fast
+    on a GPU of 2020 or later, with features that are right to two or three digits."""
     timeout: float = 60.0
     """Seconds that any wait for other workers may take; 0 waits for ever."""
     hooks: str = ""
@@ -220,7 +223,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "env_backend", "env_kwargs", "opponents", "opponent_every", "normalize_observations",
         "normalize_rewards", "box_actions",
     ),
-    "network": ("hidden", "activation", "shared_network", "network", "network_kwargs"),
+    "network": ("hidden", "activation", "shared_network", "network", "network_kwargs",
+                "bfloat16"),
 }  # fmt: skip
 
 

@@ -584,7 +584,12 @@ def _look_at(run: RunConfig, lstm: int) -> Iterator[str]:
 
 def _space_faults(run: RunConfig, observations: Any, actions: Any) -> Iterator[str]:
     from manyhands.envs.adapter import ActionMap
-    from manyhands.envs.spaces import check_mask, check_observation_space, flat_space
+    from manyhands.envs.spaces import (
+        check_mask,
+        check_observation_space,
+        flat_space,
+        has_pictures,
+    )
     from manyhands.math.running_stats import normalised_parts
 
     for look in (
@@ -601,6 +606,16 @@ def _space_faults(run: RunConfig, observations: Any, actions: Any) -> Iterator[s
             "normalize_observations needs a Box of numbers, or a Dict or Tuple with a Box of "
             f"floats in it, and the observation space is {observations}; type: "
             "--no-normalize-observations"
+        )
+    if run.bfloat16 and not has_pictures(observations):
+        yield (
+            "bfloat16 is for convolutions over images (a uint8 Box of three dimensions), and the "
+            f"observation space is {observations}; type: --no-bfloat16"
+        )
+    elif run.bfloat16 and run.network:
+        yield (
+            f"bfloat16 is for our own convolutions, and network is {run.network}; use "
+            "torch.autocast in its forward, and type: --no-bfloat16"
         )
 
 

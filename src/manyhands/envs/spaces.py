@@ -55,6 +55,16 @@ def flat_space(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
     return spaces.Dict(dict(_named_spaces(space))) if nested else space
 
 
+def has_pictures(space: gymnasium.Space[Any]) -> bool:
+    """Whether there is a part of it that convolutions are for."""
+    flat = flat_space(space)
+    parts = flat.spaces.values() if isinstance(flat, spaces.Dict) else (flat,)
+    return any(
+        isinstance(part, spaces.Box) and part.dtype == np.uint8 and len(part.shape) == 3
+        for part in parts
+    )
+
+
 def _named_spaces(space: Any, above: str = "") -> list[tuple[str, Any]]:
     """As `trees.named` has it; a name may come twice."""
     inner = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)

@@ -37,6 +37,7 @@ from manyhands.envs.make import frame_stack, to_look_at
 from manyhands.experiment.bottleneck import Phases
 from manyhands.math.optimiser import check_weights
 from manyhands.math.running_stats import Normaliser
+from manyhands.networks.encoders import to_bfloat16
 from manyhands.policy import (
     Started,
     arrays_of,
@@ -118,6 +119,8 @@ class Context:
         # after every small product of an MLP cost more than they bring, and on a machine with other
         # jobs a hundred times more.
         acts = self.part.role in ("actor", "worker")
+        if run.bfloat16:
+            to_bfloat16(model)
         if _convolves(model) or run.env_backend == "torch":
             devices.keep_memory()
         if not acts and run.engine != "inline" and _convolves(model):
