@@ -84,3 +84,14 @@ def test_a_killed_actor_is_started_again_on_ray(algorithm: str, tmp_path: Path) 
 
 def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.open()]
+
+
+def test_one_actor_fills_the_replay_for_all(tmp_path: Path) -> None:
+    """Three of four fail before they have sent a row: their parts of what may be added before
+    anything is drawn are not lost, or the one that is left would wait for the learner, and it for
+    rows."""
+    options = OPTIONS | {"workers": 5, "steps": 1_000, "timeout": 20.0}
+    options |= {"env": "async_programs:faulty_cartpole", "on_worker_failure": "continue"}
+    how = {"how": {"1": "raise", "3": "raise", "4": "raise"}, "at": 5}
+    ended = mh.train("dqn", run_dir=str(tmp_path / "run"), **options, env_kwargs=how).summary
+    assert ended["exit"] == "finished"

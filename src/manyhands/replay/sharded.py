@@ -292,6 +292,11 @@ class ShardedReplay:
             self._counters.update({k: int(v) for k, v in state["counters"].items()})
             self._pace.publish()
 
+    def share_out(self) -> None:
+        """What may still be added, in equal parts anew: an actor that is down leaves its own."""
+        with self._lock:
+            self._pace.publish()
+
     def lift(self) -> None:
         """No bound on the rate from here on: nobody will add rows any more."""
         with self._lock:

@@ -314,6 +314,7 @@ def filled(context: Context, replay: ShardedReplay, inbox: ReportsInbox) -> bool
 
 
 def _larger(replay: ShardedReplay, than: int, inbox: ReportsInbox) -> bool:
+    replay.share_out()  # nothing is drawn yet, which does it later
     return replay.all_size > than or inbox.all_left
 
 
