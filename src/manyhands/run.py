@@ -275,6 +275,7 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
         main=context.is_main,
         threads=torch.get_num_threads(),
         device=devices.described([devices.Seat(*one) for one in seats]),
+        emulators=context.emulators,
         resumed=state and state["records"],
         peers=worker.peers,
         notes=resumed["notes"] if resumed else (),

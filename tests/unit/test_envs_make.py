@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -14,6 +15,7 @@ from gymnasium.vector import SyncVectorEnv, VectorEnv
 
 from manyhands import seeding
 from manyhands.envs import EnvLoop, make_vec, registry, seeded_vector, toys
+from manyhands.envs.make import takes_threads
 from manyhands.errors import ConfigError, SupportError, install
 
 
@@ -218,3 +220,17 @@ def test_of_mujoco_only_what_matters_is_heard() -> None:
     assert len(said) == 1, said
     assert "MuJoCo: " in said[0]
     assert "unstable" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("env", "backend", "kwargs", "takes"),
+    [
+        ("ALE/Pong-v5", "auto", {}, True),
+        ("ALE/Pong-v5", "atari", {}, True),
+        ("ALE/Pong-v5", "auto", {"obs_type": "ram"}, False),
+        ("Pong-v5", "envpool", {}, True),
+        ("CartPole-v1", "auto", {}, False),
+    ],
+)
+def test_who_is_stepped_by_threads(env: str, backend: str, kwargs: Any, takes: bool) -> None:
+    assert takes_threads(env, backend, kwargs) is takes

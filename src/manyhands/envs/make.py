@@ -234,6 +234,14 @@ def frame_stack(env: str, backend: str, env_kwargs: dict[str, Any], space: Any) 
     return stack if shape[0] == stack and stack >= 2 else 0
 
 
+def takes_threads(env: str, backend: str, env_kwargs: dict[str, Any]) -> bool:
+    """Whether these environments are stepped by threads of their own: `num_threads` of them."""
+    if backend == "envpool":
+        return True
+    ale = backend == "atari" or (backend == "auto" and is_atari(resolve(env)))
+    return ale and env_kwargs.get("obs_type", "image") == "image"
+
+
 # -- EnvPool: C++ environments in a thread pool ----------------------------------------------------
 
 
@@ -254,8 +262,8 @@ def make_envpool(
 
     Args:
         env: an id of `envpool.list_all_envs()`; the prefix "ALE/" may stand before Atari games.
-        num_threads: EnvPool's threads in this worker. 1 fits one worker per core; give more when
-            there are fewer workers than cores (0: as many as there are cores).
+        num_threads: EnvPool's threads in this worker. 1 fits one worker per core (0: as many as
+            there are cores); `manyhands train` divides the cores among those that act.
         reward_clip: give the learner rewards cut to ±reward_clip; returns stay the true ones.
         first_episode: which episode's seed to begin from; after a resume give the number begun
             before, or the first episodes are played again.
@@ -338,7 +346,7 @@ def make_atari(
         sticky_actions: probability of repeating the last action; None takes the id's own.
         episodic_life: end the episode (as terminated) when a life is lost; images only.
         reward_clip: the learner's rewards are cut to ±reward_clip; None leaves them.
-        num_threads: ALE's threads in this worker; 1 fits one worker per core.
+        num_threads: ALE's threads in this worker, as EnvPool's.
         env_kwargs: handed to ale-py.
         seed, worker, box_actions, check_finite: as for `make_vec`.
     """

@@ -290,7 +290,7 @@ def start_table(experiment: Experiment, facts: Mapping[str, Any]) -> str:
     Args:
         experiment: what will run.
         facts: what only the run knows: "threads" per process, "device", "network" (the user's
-            own), "run_dir"; any other fact gets a row of its own under its name.
+            own), "environments", "run_dir"; any other fact gets a row of its own under its name.
     """
     run = experiment.run
     facts = dict(facts)
@@ -298,7 +298,7 @@ def start_table(experiment: Experiment, facts: Mapping[str, Any]) -> str:
         "training": f"{experiment.spec.name} on {run.env}, seed {run.seed}",
         "workers": _workers(experiment, facts.pop("threads", None)),
         "device": str(facts.pop("device", run.device)),
-        **({"network": str(facts.pop("network"))} if "network" in facts else {}),
+        **{name: str(facts.pop(name)) for name in ("network", "environments") if name in facts},
         "batch": _batch(experiment),
         "updates": _updates(experiment),
     }

@@ -38,6 +38,7 @@ class Records:
         main: whether this is the worker that writes.
         threads: of each process, for the start table.
         device: who computes where, for the start table.
+        emulators: how the environments are stepped, where threads do it, for the start table.
         resumed: the "records" of the checkpoint that the run goes on from.
         peers: what is known of each worker now, for whoever watches.
         notes: what is to be said about that checkpoint.
@@ -50,6 +51,7 @@ class Records:
         main: bool,
         threads: int = 1,
         device: str = "cpu",
+        emulators: str = "",
         resumed: Mapping[str, Any] | None = None,
         peers: Callable[[], list[dict[str, Any]]] = list,
         notes: Sequence[str] = (),
@@ -90,6 +92,8 @@ class Records:
         )
         if main:
             facts: dict[str, Any] = {"threads": threads, "device": device}
+            if emulators:
+                facts["environments"] = emulators
             facts["run_dir"] = self.folder.path
             if run.network and not run.quiet:
                 facts["network"] = network_line(experiment)

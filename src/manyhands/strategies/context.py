@@ -33,7 +33,7 @@ from manyhands.engines.base import Worker, cores
 from manyhands.engines.group import Group, OverGroup
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import Stepper, VecAdapter
-from manyhands.envs.make import frame_stack, to_look_at
+from manyhands.envs.make import frame_stack, takes_threads, to_look_at
 from manyhands.experiment.bottleneck import Phases
 from manyhands.math.optimiser import check_weights
 from manyhands.math.running_stats import Normaliser
@@ -167,7 +167,7 @@ class Context:
             seed=seed,
             worker=self.rank,
             box_actions=run.box_actions,
-            **run.env_kwargs,
+            **run.env_kwargs | self._threads(),
         )
         self.envs.number_from(first)
         self.envs.log_info = run.log_info
@@ -176,6 +176,27 @@ class Context:
             self.envs.set_attribute(name, value)  # of a worker that was restarted, or comes late
         self._join_games()
         return self.envs, EnvNoise(seed, first, here)
+
+    @property
+    def env_threads(self) -> int:
+        """That step the environments of a worker here in C++; 0: they have none of their own. Left
+        out, the cores of the machine are divided among the workers there that act."""
+        run = self.experiment.run
+        if not takes_threads(run.env, run.env_backend, run.env_kwargs):
+            return 0
+        sharing = max(1, min(len(self.acting), self.worker.place.local_size))
+        return int(run.env_kwargs.get("num_threads", max(1, cores() // sharing))) or cores()
+
+    @property
+    def emulators(self) -> str:
+        """How environments with threads of their own are stepped, in words."""
+        threads = self.env_threads
+        each = " of each worker" if len(self.acting) > 1 else ""
+        return f"in C++, {threads} thread{'s' * (threads > 1)}{each}" if threads else ""
+
+    def _threads(self) -> dict[str, int]:
+        threads = self.env_threads
+        return {"num_threads": threads if self.acts else 1} if threads else {}
 
     def take_changes(self, state: dict[str, Any]) -> None:
         """What hooks have changed, as the main worker tells it, is changed here too."""
