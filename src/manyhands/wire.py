@@ -14,6 +14,7 @@ import re
 import struct
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from manyhands.trees import Tree, is_tensor, to_host
 _ALIGN = 64
 _PADDING = bytes(_ALIGN)
 _MAX_DEPTH = 64
+_SMALL_HEADER = 4096  # bytes, up to which what was read is kept
 _MAX_HEADER = 64 << 20  # bytes; what they describe may take twenty times that in memory
 _MAX_INT_BITS = 8192  # Python refuses to read numbers of more than 4,300 digits
 # WHY a list of our own: numpy's reader takes whole expressions (`f4,,` is a SyntaxError there).
@@ -115,7 +117,8 @@ def encode(tree: Tree) -> bytearray:
 
 
 def decode(data: Buffer, *, copy: bool = True) -> Tree:
-    """The tree in `data`. With `copy=False` its arrays are read-only views on `data`."""
+    """The tree in `data`. With `copy=False` its arrays and tensors are views on `data`, read-only
+    where that is (a tensor cannot be, and is then copied)."""
     view = memoryview(data).cast("B")
     try:
         (length,) = struct.unpack_from("<I", view)
@@ -123,7 +126,8 @@ def decode(data: Buffer, *, copy: bool = True) -> Tree:
             raise ValueError("the header is longer than the message")
         if length > _MAX_HEADER:
             raise ValueError(f"a header of {length:,} bytes; at most {_MAX_HEADER:,} are read")
-        body, sizes = json.loads(bytes(view[4 : 4 + length]))
+        header = bytes(view[4 : 4 + length])
+        body, sizes = _known(header) if length <= _SMALL_HEADER else json.loads(header)
         buffers: list[memoryview | None] = []
         at = _aligned(4 + length)
         for size in sizes:
@@ -135,6 +139,20 @@ def decode(data: Buffer, *, copy: bool = True) -> Tree:
     except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, MemoryError,
             struct.error) as fault:  # fmt: skip
         raise ConfigError(f"a message could not be read: {fault}") from None
+
+
+@lru_cache(maxsize=64)
+def _known(header: bytes) -> Any:
+    """Read once: weights and the like travel again and again under the same header, and reading it
+    takes longer than copying a hundred kilobytes."""
+    return json.loads(header)
+
+
+@lru_cache(maxsize=64)
+def _dtype(name: str) -> np.dtype[Any]:
+    if not _DTYPE.fullmatch(name):
+        raise ValueError(f"dtype {name!r} is refused")
+    return np.dtype(name)
 
 
 def _take(buffers: list[memoryview | None], index: Any) -> memoryview:
@@ -163,17 +181,12 @@ def _decode(x: Any, buffers: list[memoryview | None], copy: bool, depth: int) ->
 
 
 def _decode_array(x: dict[str, Any], buffer: memoryview, copy: bool) -> Any:
-    if not _DTYPE.fullmatch(str(x["t"])):
-        raise ValueError(f"dtype {x['t']!r} is refused")
-    dtype = np.dtype(str(x["t"]))
-    array = np.frombuffer(buffer, dtype=dtype).reshape([int(n) for n in x["s"]])
+    array = np.frombuffer(buffer, dtype=_dtype(str(x["t"]))).reshape([int(n) for n in x["s"]])
     if x["k"] == "numpy":
-        if copy:
-            return array.copy()
-        array.flags.writeable = False
-        return array
+        return array.copy() if copy else array
     torch = sys.modules.get("torch") or __import__("torch")
-    tensor = torch.from_numpy(array.copy())  # WHY: torch cannot hold read-only memory
+    # WHY: torch cannot hold read-only memory
+    tensor = torch.from_numpy(array.copy() if copy or not array.flags.writeable else array)
     return tensor.view(torch.bfloat16) if x["k"] == "bfloat16" else tensor
 
 

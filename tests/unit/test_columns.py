@@ -10,7 +10,8 @@ import torch
 
 from manyhands.replay import compiled_loops
 from manyhands.replay import ring as columns
-from manyhands.replay.ring import FRESH_BELOW, Pool, gatherer
+from manyhands.engines.shared import FRESH_BELOW, Pool
+from manyhands.replay.ring import gatherer
 
 
 @pytest.mark.parametrize("way", ["numpy", "loops"])

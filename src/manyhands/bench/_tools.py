@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import select
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from manyhands.errors import ConfigError, SupportError, WorkerError
 QUIET = 0.05  # of the cores may be busy with something else
 _LOOK_SECONDS = 2.0
 _RUN_SECONDS = 600.0  # the longest that one run may take
+_END_SECONDS = 30.0  # the longest that a run may take to end when it is asked to
 _NEEDS = {"ray": "ray", "mpi": "mpi4py"}  # engine -> package
 _REPOSITORY = Path(__file__).parents[3]  # where manyhands runs from its sources
 
@@ -194,6 +197,46 @@ def read_line(process: subprocess.Popen[str], name: str, limit: float = _RUN_SEC
     return line
 
 
+def train(home: Path, toml: Path) -> subprocess.Popen[bytes]:
+    """`manyhands train` with that configuration, into the folder `home`; complaints go beside."""
+    words = ["train", "--config", str(toml), "--run-dir", str(home)]
+    with open(complaints(home), "wb") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-m", "manyhands.cli.main", *words],
+            cwd=home.parent,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+        )
+
+
+def complaints(home: Path) -> Path:
+    return home.parent / f"{home.name}.errors"
+
+
+def why_it_failed(home: Path, code: int) -> WorkerError:
+    said = complaints(home).read_text(errors="replace").strip().splitlines()
+    return WorkerError("manyhands train", said[-1] if said else f"left with {code}")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Whatever it is doing."""
+    if process.poll() is None:
+        process.terminate()  # its supervisor ends its workers
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(_END_SECONDS)
+
+
+def records_of(home: Path) -> list[dict[str, Any]]:
+    """The records of a run, with the time of day at which each was written as "at"."""
+    events = [json.loads(line) for line in (home / "events.jsonl").read_text().splitlines()]
+    began = next(event["time"] for event in events if event["event"] == "start")
+    rows = [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()]
+    return [row | {"at": began + row["wall_seconds"]} for row in rows]
+
+
 # -- other libraries -------------------------------------------------------------------------------
 
 
@@ -244,18 +287,19 @@ class Claim:
 
     words: str
     measured: float
-    at_least: float
+    limit: float
+    at_most: bool = False  # that, and not at least
 
     @property
     def holds(self) -> bool:
-        return self.measured >= self.at_least
+        return self.measured <= self.limit if self.at_most else self.measured >= self.limit
 
     @property
     def facts(self) -> dict[str, Any]:
         return {
             "claim": self.words,
             "measured": round(self.measured, 3),
-            "at_least": self.at_least,
+            "at_most" if self.at_most else "at_least": self.limit,
             "holds": self.holds,
         }
 
@@ -263,7 +307,7 @@ class Claim:
 def verdicts(claims: list[dict[str, Any]]) -> list[str]:
     """One line a claim: HOLDS or FAILS, with both numbers."""
     return [
-        f"{'HOLDS' if c['holds'] else 'FAILS'}  {c['claim']}: "
-        f"{c['measured']:.2f} (claimed: at least {c['at_least']:g})"
+        f"{'HOLDS' if c['holds'] else 'FAILS'}  {c['claim']}: {c['measured']:.2f} (claimed: "
+        + (f"at most {c['at_most']:g})" if "at_most" in c else f"at least {c['at_least']:g})")
         for c in claims
     ]

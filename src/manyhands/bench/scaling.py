@@ -18,11 +18,9 @@ the reason.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
@@ -35,10 +33,14 @@ import numpy as np
 from manyhands.bench._tools import (
     Claim,
     OtherPrograms,
+    end,
     fingerprint,
     median,
     others_now,
+    records_of,
+    train,
     verdicts,
+    why_it_failed,
     why_not_judged,
 )
 from manyhands.config import Experiment, build, save_toml
@@ -51,7 +53,6 @@ UPDATES, ROUNDS = 8, 5
 BAR = 24  # characters of a perfect speed-up
 INDEPENDENT = "independent"  # N runs that know nothing of each other
 _RUN_SECONDS = 600.0  # the longest that one turn may take
-_END_SECONDS = 30.0  # the longest that a run may take to end when it is asked to
 PHASES = ("rollout", "optimisation", "synchronisation", "logging")
 
 Run = dict[str, Any]
@@ -141,7 +142,7 @@ def measured(experiments: Sequence[Experiment]) -> Run:
     """A turn: steps per second of all its runs together, seconds by phase of the first's main."""
     with tempfile.TemporaryDirectory() as folder:
         homes = _train_at_once(experiments, Path(folder))
-        records = [_read(home) for home in homes]
+        records = [records_of(home) for home in homes]
     first, last = records[0][0], records[0][-1]
 
     def between(name: str) -> float:
@@ -157,48 +158,23 @@ def measured(experiments: Sequence[Experiment]) -> Run:
 def _train_at_once(experiments: Sequence[Experiment], folder: Path) -> list[Path]:
     """Run them side by side, as `manyhands train` does; their folders."""
     processes: list[subprocess.Popen[bytes]] = []
+    homes = [folder / str(i) for i in range(len(experiments))]
     try:
-        for i, experiment in enumerate(experiments):
-            save_toml(folder / f"{i}.toml", experiment)
-            words = ["train", "--config", f"{i}.toml", "--run-dir", str(folder / str(i))]
-            with open(folder / f"{i}.errors", "wb") as errors:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "manyhands.cli.main", *words],
-                    cwd=folder,
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                )
-            processes.append(process)
+        for home, experiment in zip(homes, experiments, strict=True):
+            toml = folder / f"{home.name}.toml"
+            save_toml(toml, experiment)
+            processes.append(train(home, toml))
         deadline = time.monotonic() + _RUN_SECONDS
-        for i, process in enumerate(processes):
+        for home, process in zip(homes, processes, strict=True):
             code = process.wait(max(0.0, deadline - time.monotonic()))
             if code:
-                said = (folder / f"{i}.errors").read_text(errors="replace").strip().splitlines()
-                raise WorkerError("manyhands train", said[-1] if said else f"left with {code}")
+                raise why_it_failed(home, code)
     except subprocess.TimeoutExpired:
         raise WorkerError("manyhands train", f"took more than {_RUN_SECONDS:g} s") from None
     finally:
         for process in processes:
-            _end(process)
-    return [folder / str(i) for i in range(len(processes))]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()  # its supervisor ends its workers
-        try:
-            process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(_END_SECONDS)
-
-
-def _read(home: Path) -> list[dict[str, Any]]:
-    """The records of a run, with the time of day at which each was written as "at"."""
-    events = [json.loads(line) for line in (home / "events.jsonl").read_text().splitlines()]
-    began = next(event["time"] for event in events if event["event"] == "start")
-    rows = [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()]
-    return [row | {"at": began + row["wall_seconds"]} for row in rows]
+            end(process)
+    return homes
 
 
 def speed_together(runs: Sequence[Sequence[dict[str, Any]]]) -> float:

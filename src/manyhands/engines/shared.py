@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import socket
@@ -17,6 +18,8 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Sequence
+from sys import getrefcount
 from typing import Any
 
 import numpy as np
@@ -110,6 +113,45 @@ class ResultPool:
         self._free.append(segment)
         if len(self._free) > self.KEEP:
             self._free.pop(0).close()
+
+
+# bytes: from here on malloc may get memory from the system each time, and give it back each time
+FRESH_BELOW = 1 << 17
+
+
+class Pool:
+    """Large result arrays, used again once the last view of them is gone.
+
+    WHY: as above; a learner draws batches of the same size for hours, and an actor pulls weights.
+    What nobody else need see needs no file.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._arrays: list[Array] = []
+
+    def take(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        if math.prod(shape) * dtype.itemsize < FRESH_BELOW:
+            return np.empty(shape, dtype)
+        for i in range(len(self._arrays)):
+            # Whoever has a view of it, or a view of a view, or a tensor on one, holds the array.
+            if _holders(self._arrays, i) == _NOBODY:
+                array = self._arrays[i]
+                if array.shape == shape and array.dtype is dtype:
+                    return array[:]
+        array = np.empty(shape, dtype)  # numpy asks for huge pages
+        self._arrays.append(array)
+        if len(self._arrays) > self._keep:
+            del self._arrays[0]
+        return array[:]
+
+
+def _holders(arrays: Sequence[Any], i: int) -> int:
+    return getrefcount(arrays[i])
+
+
+# Measured and not known: what a variable counts for differs between versions of Python.
+_NOBODY = _holders([np.empty(0)], 0)
 
 
 _LOCK = threading.Lock()

@@ -20,12 +20,11 @@ import math
 import platform
 import secrets
 from collections.abc import Callable, Sequence
-from sys import getrefcount
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from manyhands.engines.shared import Segment, fence
+from manyhands.engines.shared import FRESH_BELOW, Pool, Segment, fence
 from manyhands.errors import ConfigError
 from manyhands.replay import compiled_loops
 from manyhands.trees import Array, Tree
@@ -387,8 +386,6 @@ def build(paths: list[str], leaves: list[Any]) -> dict[str, Any]:
 # -- columns: rows in and out of memory, in as few strokes as possible -----------------------------
 
 
-# bytes: from here on malloc may get memory from the system each time, and give it back each time
-FRESH_BELOW = 1 << 17
 _LARGE_ROW = 4096  # bytes: a page of memory
 
 
@@ -453,38 +450,3 @@ def gatherer(column: Array) -> Callable[[Array, Array], Any]:
     return lambda slots, out: compiled.gather(
         rows, slots, out.view(np.uint8).reshape(len(out), nbytes)
     )
-
-
-class Pool:
-    """Large result arrays, used again once the last view of them is gone.
-
-    WHY: the first touch of fresh memory costs several times the copy itself, and a learner draws
-    batches of the same size for hours.
-    """
-
-    def __init__(self, keep: int) -> None:
-        self._keep = keep
-        self._arrays: list[Array] = []
-
-    def take(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        if math.prod(shape) * dtype.itemsize < FRESH_BELOW:
-            return np.empty(shape, dtype)
-        for i in range(len(self._arrays)):
-            # Whoever has a view of it, or a view of a view, or a tensor on one, holds the array.
-            if _holders(self._arrays, i) == _NOBODY:
-                array = self._arrays[i]
-                if array.shape == shape and array.dtype is dtype:
-                    return array[:]
-        array = np.empty(shape, dtype)  # numpy asks for huge pages
-        self._arrays.append(array)
-        if len(self._arrays) > self._keep:
-            del self._arrays[0]
-        return array[:]
-
-
-def _holders(arrays: Sequence[Any], i: int) -> int:
-    return getrefcount(arrays[i])
-
-
-# Measured and not known: what a variable counts for differs between versions of Python.
-_NOBODY = _holders([np.empty(0)], 0)

@@ -11,13 +11,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from manyhands import wire
 from manyhands.engines.base import Channel, Parts, Patience, Place, Roster, Service, WeightStore
 from manyhands.engines.parts import sockets
-from manyhands.engines.shared import Board, Segment, fence
+from manyhands.engines.shared import Board, Pool, Segment, fence
 from manyhands.errors import ConfigError
 from manyhands.trees import Tree
 
+_BYTES = np.dtype(np.uint8)
 DRAIN_SECONDS = 10.0  # for a reader to take what was put
 
 
@@ -306,6 +309,7 @@ class MemoryWeights(WeightStore):
         self._board, self._roster, self._rank, self._timeout = board, roster, rank, timeout
         self._name, self._writer, self._key = name, writer, f"weights/{name}"
         self._held: _Held | None = None
+        self._pulled = Pool(keep=2)
 
     def publish(self, tree: Tree) -> int:
         if self._rank != self._writer:
@@ -341,11 +345,13 @@ class MemoryWeights(WeightStore):
             assert self._held is not None
             words, slots = self._held.words, self._held.slots
             fence()
-            data = bytes(slots.read(version & 1))
+            shared = slots.read(version & 1)
+            data = self._pulled.take((len(shared),), _BYTES)
+            data[:] = shared  # the only copy: the tree that is given out lies in it
             fence()
             # The buffer is written again by version + 2: good only if that has not begun.
             if int(words[self._WRITING]) <= version + 1:
-                return version, wire.decode(data)
+                return version, wire.decode(data.data, copy=False)
 
     def _version(self) -> int:
         if self._held is None:
