@@ -24,6 +24,7 @@ from manyhands.config import (
     load_toml,
     to_plain,
 )
+from manyhands.config.resumed import changed, said_of_workers
 from manyhands.config.validate import check
 from manyhands.engines import calls, inline, joined, stopping
 from manyhands.engines.attach import attach
@@ -33,13 +34,6 @@ from manyhands.engines.recovery import Recovery
 from manyhands.errors import ConfigError, Stopped, WorkerError
 from manyhands.experiment import checkpoint
 from manyhands.experiment.folder import RunFolder, RunLock, default_run_dir
-
-# What may be another in a resumed run: nothing here changes what a stored state means.
-RESUME_OPTIONS = (
-    "steps", "target_return", "engine", "timeout", "address", "log_every", "checkpoint_seconds",
-    "tensorboard", "wandb", "quiet", "hooks", "eval_every",
-    "eval_episodes",
-)  # fmt: skip
 
 # What every worker of a run imports, whatever it is: the launcher has it imported once for all.
 PRELOAD = ("torch", "manyhands.strategies.progress", "manyhands.viewing.evaluator")
@@ -177,13 +171,14 @@ def resume(run_dir: str | os.PathLike[str], **options: Any) -> Result:
         )
     if not os.path.isfile(os.path.join(folder, "config.toml")):
         raise ConfigError(f"{folder} holds no config.toml: it is not the folder of a run")
-    launched = {k: v for k, v in joined.defaults(options.get("engine")).items() if k == "engine"}
+    launched = joined.defaults(options.get("engine"))
     before = load_toml(os.path.join(folder, "config.toml"))
     with _named_hooks({"engine": before.run.engine} | launched | options) as options:
-        return _resume(folder, _changed(before, options))
+        after = changed(before, options)
+        return _resume(folder, after, said_of_workers(before, after))
 
 
-def _resume(folder: str, experiment: Experiment) -> Result:
+def _resume(folder: str, experiment: Experiment, said: list[str]) -> Result:
     with streams.given_back():
         check(experiment)
 
@@ -195,6 +190,7 @@ def _resume(folder: str, experiment: Experiment) -> Result:
         swept = checkpoint.sweep(folder)
         found, damaged = checkpoint.newest(folder, tensors=False)
         notes = [f"{swept} half-written checkpoints removed"] if swept else []
+        notes += said
         for path, reason in damaged:
             aside = checkpoint.set_aside(path)
             notes.append(f"a checkpoint is damaged and was set aside as {aside.name}: {reason}")
@@ -405,18 +401,6 @@ def _join_workers(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dict
         summary = train_worker(plain, resumed)
     decided: dict[str, Any] = joined.main_decides(group, lambda: summary)
     return decided
-
-
-def _changed(experiment: Experiment, options: dict[str, Any]) -> Experiment:
-    wrong = [name for name in options if name not in RESUME_OPTIONS]
-    if wrong:
-        raise ConfigError(
-            f"{', '.join(wrong)} cannot change in a resumed run; what can: "
-            f"{', '.join(RESUME_OPTIONS)}. For a new run with it, type: manyhands train --config "
-            "DIR/config.toml"
-        )
-    plain = to_plain(experiment)
-    return from_plain({**plain, "run": {**plain["run"], **options}})
 
 
 def _paused(run_dir: str, number: int) -> Stopped:

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manyhands import seeding
-from manyhands.trees import Array
+from manyhands import seeding, trees
+from manyhands.trees import Array, Parts
 
 KINDS = ("python", "numpy", "torch")
 
@@ -293,6 +293,16 @@ class EnvNoise:
             stream.bit_generator.state = saved
         self._drawn = {(k, tuple(s)): (block, at) for k, s, block, at in state["drawn"]}
 
+    @staticmethod
+    def state_from(parts: Parts) -> dict[str, Any]:
+        """The state of environments that others have had. All have drawn equally often."""
+        (one, _), *_ = parts
+        drawn = []
+        for i, (kind, shape, _, at) in enumerate(one["drawn"]):
+            blocks = [state["drawn"][i][2][:, where] for state, where in parts]
+            drawn.append([kind, shape, np.concatenate(blocks, axis=1), at])
+        return trees.joined(parts, "streams") | {"drawn": drawn}
+
 
 class OwnChance:
     """Streams of its own for each environment that draws from `random`, `np.random` or torch.
@@ -429,6 +439,21 @@ class OwnChance:
         self._marks = {kind: int(mark) for kind, mark in state["marks"].items()}
         self._left, self._trial = int(state["left"]), bool(state["trial"])
         self._trials = int(state["trials"])
+
+    @staticmethod
+    def state_from(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The state of one worker that has environments of all of these: what any of them draws
+        from changes hands, and where one is in a trial, all are."""
+        used = {kind for state in states for kind in state["used"]}
+        trial = any(state["trial"] for state in states)
+        return {
+            "used": sorted(used),
+            "kinds": [kind for kind in KINDS if trial or kind in used],
+            "marks": {},  # of generators that are other ones here
+            "left": min(state["left"] for state in states if state["trial"] == trial),
+            "trial": trial,
+            "trials": max(state["trials"] for state in states),
+        }
 
     def streams_of(self, env: int) -> dict[str, Any]:
         """As plain data: for an environment whose episode is not played again."""

@@ -2,6 +2,7 @@
 
     map, stack, concat, take, put, …        one array or a tree of them (an observation, a batch),
                                            treated alike: `trees.take(obs, 3)`
+    parts_of, inner, joined                rows of several states as those of one
     flatten                                taken apart into leaves that travel, and put together
 
 A leaf is a number, a numpy array or a torch tensor. torch is never imported here: a tensor can
@@ -87,6 +88,35 @@ def rows(tree: Tree) -> int:
     while isinstance(tree, (dict, tuple)):
         tree = next(iter(tree.values() if isinstance(tree, dict) else tree))
     return len(tree)
+
+
+# States of workers, and which of their rows: what stands there for each environment, in order.
+Parts = Sequence[tuple[dict[str, Any], slice]]
+
+
+def parts_of(states: Sequence[dict[str, Any]], each: int, first: int, count: int) -> Parts:
+    """Where `count` rows from the `first` on are, in states of `each` rows."""
+    found = []
+    for at, state in enumerate(states):
+        start, end = max(0, first - at * each), min(each, first + count - at * each)
+        if start < end:
+            found.append((state, slice(start, end)))
+    return found
+
+
+def inner(parts: Parts, name: str) -> Parts:
+    """The same rows of a state inside those states."""
+    return [(state[name], where) for state, where in parts]
+
+
+def joined(parts: Parts, *names: str) -> dict[str, Any]:
+    """What stands under these names, one behind the other: lists, or trees of arrays."""
+    found = {}
+    for name in names:
+        pieces = [take(state[name], where) for state, where in parts]
+        lists = isinstance(pieces[0], list)
+        found[name] = [x for piece in pieces for x in piece] if lists else concat(pieces)
+    return found
 
 
 class Leaf(NamedTuple):

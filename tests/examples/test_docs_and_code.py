@@ -19,9 +19,9 @@ from manyhands import support
 from manyhands.algorithms.registry import SPECS
 from manyhands.cli.train import teach
 from manyhands.config import RunConfig, default_strategy, help_of, hints_of, usual
+from manyhands.config.resumed import OPTIONS as RESUME_OPTIONS
 from manyhands.experiment.bottleneck import PHASES
 from manyhands.parallel import Parallel
-from manyhands.run import RESUME_OPTIONS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -389,6 +389,8 @@ examples:
   manyhands resume runs/CartPole-v1/ppo-allreduce/1-20250101-120000
   manyhands resume runs/mine --steps 2e6            train on, to two million steps in all
   manyhands resume runs/mine --target-return none   train on although it is solved
+  manyhands resume runs/mine --workers 4            on four workers, however many there were
+  mpiexec -n 4 manyhands resume runs/mine           the same on those that a launcher has started
   manyhands resume sweeps/mine --at-once 2          a sweep: what has finished is not repeated
 """
 
@@ -409,7 +411,14 @@ def resume(argv: list[str]) -> int:
         metavar="X",
         help="end as solved at this mean return; none: not before the last step",
     )
-    add("--engine", help="how workers run and talk; their number stays")
+    add(
+        "-n",
+        "--workers",
+        type=whole_number,
+        metavar="N",
+        help="another number of workers: gather and allreduce learn the same, but for rounding",
+    )
+    add("--engine", help="how workers run and talk")
     add("--timeout", type=float, metavar="S", help="seconds that a wait for workers may take")
     add("--checkpoint-seconds", type=float, metavar="S", help="seconds between checkpoints")
     add("--quiet", action="store_true", help="print nothing but errors")

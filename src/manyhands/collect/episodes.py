@@ -245,6 +245,43 @@ class EpisodeCollector(Stepper):
         self.normaliser.forget(restored.restarted)
         return restored.reasons
 
+    def state_from(self, states: list[dict[str, Any]], first: int) -> dict[str, Any]:
+        """As `Collector.state_from`; episodes that no batch has had go where their environment
+        goes, and keep their order."""
+        one, each, here = states[0], len(states[0]["noise"]["streams"]), self.envs.num_envs
+        parts = trees.parts_of(states, each, first, here)
+        noise = EnvNoise.state_from(trees.inner(parts, "noise"))
+        if one["version"] < 0:
+            return {"version": -1, "noise": noise}
+        ended = [_ended(state) for state in states]
+        counts = [0] * (each * len(states) // here)
+        waiting: list[list[int]] = []
+        mine: list[tuple[int, Columns]] = []  # (env here, rows)
+        for clock, rank, _, length in one["queue"]["waiting"]:
+            env, rows = ended[rank].pop(0)
+            owner, own = divmod(rank * each + env, here)
+            waiting.append([clock, owner, counts[owner], length])
+            counts[owner] += 1
+            if owner == self._rank:
+                mine.append((own, rows))
+        no_rows = trees.take(one["rows"], slice(0, 0))
+        room = max(int(np.max(state["lengths"][where])) for state, where in parts)
+        lanes = [
+            {n: _with_room(x[where, :room], room, axis=1) for n, x in state["lanes"].items()}
+            for state, where in parts
+        ]
+        return {
+            "version": one["version"],
+            "noise": noise,
+            "envs": self.envs.state_from(trees.inner(parts, "envs")),
+            "clock": one["clock"],
+            "lengths": trees.joined(parts, "lengths")["lengths"],
+            "lanes": trees.concat(lanes),
+            "rows": trees.concat([no_rows, *(rows for _, rows in mine)]),
+            "filed": [[env, len(rows["logp"])] for env, rows in mine],
+            "queue": one["queue"] | {"waiting": waiting, "told": counts},
+        }
+
     def act(self) -> Array:
         if not self._open:
             self._begin_batch()
@@ -383,6 +420,16 @@ class EpisodeCollector(Stepper):
             taken=taken,
             versions=rows["version"],
         )
+
+
+def _ended(state: dict[str, Any]) -> list[tuple[int, Columns]]:
+    """(env, rows) of the episodes of a worker that no batch has had, in the order in which it has
+    reported them."""
+    ends = np.cumsum([0, *(length for _, length in state["filed"])])
+    return [
+        (env, trees.take(state["rows"], slice(start, start + length)))
+        for (env, length), start in zip(state["filed"], ends, strict=False)
+    ]
 
 
 def _is_obs(name: str) -> bool:

@@ -164,6 +164,17 @@ class Collector(Stepper):
             self._first[self.length, restored.restarted] = True
         return restored.reasons
 
+    def state_from(self, states: list[dict[str, Any]], first: int) -> dict[str, Any]:
+        """A `state()` of these environments, of which the first has that number; made of the
+        states of all workers that have had environments, in order."""
+        each = len(states[0]["noise"]["streams"])
+        parts = trees.parts_of(states, each, first, self.envs.num_envs)
+        state: dict[str, Any] = {"noise": EnvNoise.state_from(trees.inner(parts, "noise"))}
+        if states[0]["envs"] is None:
+            return state | {"envs": None}
+        more = trees.joined(parts, "memory", "first") if self._memory.shape[1] else {}
+        return state | more | {"envs": self.envs.state_from(trees.inner(parts, "envs"))}
+
     def _act_with_memory(self, seen: Obs) -> Acted:
         self._memory[self._first[self._at]] = 0.0  # a new episode remembers nothing
         if self._at == 0:

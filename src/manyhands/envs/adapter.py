@@ -41,7 +41,7 @@ from manyhands.envs.spaces import (
 )
 from manyhands.errors import ConfigError, WorkerError
 from manyhands.streams import EpisodeSeeds
-from manyhands.trees import Array
+from manyhands.trees import Array, Parts
 from manyhands.types import MASK, Obs
 
 BoxActions = Literal["clip", "scale", "raw"]
@@ -199,6 +199,10 @@ class VecAdapter(ABC):
             "middle of an episode"
         )
         return Restored(self.reset(), list(range(self.num_envs)), [reason])
+
+    def state_from(self, parts: Parts) -> dict[str, Any]:
+        """A `state()` of these environments, made of those of workers that have had them."""
+        return trees.joined(parts, "begun")
 
     def number_from(self, first: int) -> None:
         """Sub-environment i is number `first + i` of all workers' together; call before `reset`.

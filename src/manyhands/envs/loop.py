@@ -35,7 +35,7 @@ from manyhands.envs.adapter import (
 from manyhands.envs.spaces import check_observation_space, flat_space, shape_fault, zeros
 from manyhands.errors import ConfigError, WorkerError
 from manyhands.streams import OwnChance
-from manyhands.trees import Array
+from manyhands.trees import Array, Parts
 from manyhands.types import Obs
 
 LONGEST = 100_000  # steps of an episode that is played again; a longer one is not resumed
@@ -262,6 +262,15 @@ class EnvLoop(VecAdapter):
         self._leave_chance()
         self._running = True
         return Restored(obs, list(reasons), list(reasons.values()))
+
+    def state_from(self, parts: Parts) -> dict[str, Any]:
+        (one, _), *_ = parts
+        names = ("starts", "seeds", "returns", "obs", "actions", "own")
+        chance = [state["chance"] for state, _ in parts]
+        return super().state_from(parts) | trees.joined(parts, *names) | {
+            "clock": one["clock"],  # all have taken the same number of steps
+            "chance": None if chance[0] is None else OwnChance.state_from(chance),
+        }  # fmt: skip
 
     def _go_on(self, i: int, state: dict[str, Any], deadline: float) -> str:
         """Bring env i back to where it was in its episode; why that was not possible, or ""."""

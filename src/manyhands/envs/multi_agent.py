@@ -40,7 +40,7 @@ from manyhands.envs.adapter import (
 from manyhands.envs.registry import EnvSource, resolve
 from manyhands.envs.spaces import zeros
 from manyhands.errors import ConfigError, WorkerError, needs
-from manyhands.trees import Array
+from manyhands.trees import Array, Parts
 from manyhands.types import MASK, Obs
 
 LONGEST = 100_000  # actions of a game that is played again; a longer one is not resumed
@@ -180,6 +180,18 @@ class Games(VecAdapter):
                 self._begin_game(g)
         self._settle(restarted)
         return Restored(trees.map(np.copy, self._shown), restarted, reasons)
+
+    def state_from(self, parts: Parts) -> dict[str, Any]:
+        (one, _), *_ = parts
+        rows = len(one["begun"]) // len(one["done"])  # of one game, which is never divided
+        games = [(state, slice(where.start // rows, where.stop // rows)) for state, where in parts]
+        names = ("starts", "seeds", "returns", "obs")
+        return (
+            super().state_from(parts)
+            | trees.joined(parts, *names)
+            | trees.joined(games, "done")
+            | {"clock": one["clock"]}
+        )
 
     def reset(self, out: Obs | None = None) -> Obs:
         self._running = True
@@ -336,6 +348,10 @@ class Others(Protocol):
 
     def load_state(self, state: dict[str, Any]) -> None: ...
 
+    def state_from(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """The state of one who sits in games of all of these."""
+        ...
+
 
 class Seats(Games):
     """`AECEnv`s: a row is one seat of a game, and `others` play the other seats."""
@@ -365,6 +381,13 @@ class Seats(Games):
         if self.others is not None and state["others"] is not None:
             self.others.load_state(state["others"])
         return super().load_state(state)
+
+    def state_from(self, parts: Parts) -> dict[str, Any]:
+        others = [state["others"] for state, _ in parts]
+        return super().state_from(parts) | trees.joined(parts, "acted") | {
+            "others": None if self.others is None or None in others
+            else self.others.state_from(others)
+        }  # fmt: skip
 
     def _rows_of(self, game: int) -> list[int]:
         return [game]

@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from manyhands import trees
 from manyhands.errors import ConfigError
-from manyhands.trees import Array
+from manyhands.trees import Array, Parts
 from manyhands.types import MASK, Obs
 
 # Rows and bytes (in float64) of which the moments are taken at once: on the few rows of one step
@@ -304,6 +305,13 @@ class Normaliser:
         self.load_state(state["statistics"])
         running = state["running"]
         self._running = None if running is None else np.array(running)
+
+    @staticmethod
+    def training_state_from(parts: Parts) -> dict[str, Any]:
+        """The same for environments that others have had. After an update all have agreed on the
+        same statistics, and nothing is pending."""
+        state = dict(parts[0][0])
+        return state if state["running"] is None else state | trees.joined(parts, "running")
 
     def forget(self, envs: list[int]) -> None:
         """These environments begin new episodes: their discounted returns begin at zero."""

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from manyhands import wire
+from manyhands import seeding, wire
 from manyhands.collect.rollout import Rollout
+from manyhands.config.resumed import tensors_stay
 from manyhands.engines import stopping
 from manyhands.errors import ConfigError, WorkerError
+from manyhands.experiment.bottleneck import merged
 from manyhands.experiment.checkpoint import difference
 from manyhands.experiment.progress import number
 from manyhands.experiment.records import Records
@@ -33,7 +35,7 @@ from manyhands.math.optimiser import check_weights
 from manyhands.math.running_stats import Moments
 from manyhands.strategies.context import Context
 from manyhands.streams import global_chance, load_global_chance
-from manyhands.trees import Array
+from manyhands.trees import Array, parts_of
 
 if TYPE_CHECKING:
     from manyhands.experiment.hooks import Hooks
@@ -465,19 +467,45 @@ class EveryWorker:
         return {"workers": [wire.decode(part.data) for part in np.split(parts["bytes"], ends)]}
 
     def load_state(self, state: dict[str, Any]) -> list[str]:
-        workers, size = state["workers"], self._group.size
-        if len(workers) != size:
-            raise ConfigError(
-                f"the checkpoint has {len(workers)} workers, but this run has {size}; "
-                f"type: --workers {len(workers)}"
-            )
-        mine = workers[self._group.rank]
+        workers, rank = state["workers"], self._group.rank
+        same = len(workers) == self._group.size
+        mine = workers[rank] if same else self._divided_anew(workers, state["team"]["updates"])
         self._context.normaliser.load_training_state(mine["normaliser"])
         notes = self._collector.load_state(mine["collector"])
         self.loaded = mine["extra"]
         load_process_state(self._context, mine)
+        if not same and hasattr(getattr(self._collector, "envs", None), "others"):
+            notes = [*notes, "the other seats of the games draw from generators that begin anew"]
         of_all = self._group.exchange(notes)
         return [f"worker {r}: {text}" for r, part in enumerate(of_all) for text in part]
+
+    def _divided_anew(self, workers: list[dict[str, Any]], updates: int) -> dict[str, Any]:
+        """This worker's state, where there were more of them or fewer.
+
+        Environments, and the noise of actions in them, are known by their number among all: who has
+        one now gets the state of whoever has had it. What belongs to a worker goes on where there
+        still is one of its rank; a new one's generators begin anew.
+        """
+        context, before = self._context, len(workers)
+        if context.experiment.run.env_backend == "torch":
+            raise ConfigError(tensors_stay(before))
+        run, rank = context.experiment.run, self._group.rank
+        state = workers[min(rank, before - 1)] | {"phases": merged([w["phases"] for w in workers])}
+        if rank >= before:
+            seeding.seed_everything(run.seed, "worker", rank, updates)
+            state["chance"] = global_chance()
+        if not context.acts:
+            return state
+        acted = workers[run.workers - run.actors :]
+        each, here = run.num_envs // len(acted), run.envs_per_worker
+        normalisers = [worker["normaliser"] for worker in acted]
+        parts = parts_of(normalisers, each, context.first_env, here)
+        return state | {
+            "normaliser": context.normaliser.training_state_from(parts),
+            "collector": self._collector.state_from(
+                [worker["collector"] for worker in acted], context.first_env
+            ),
+        }
 
 
 def process_state(context: Context) -> dict[str, Any]:

@@ -26,12 +26,14 @@ from __future__ import annotations
 
 from manyhands.strategies.apex import turns
 from manyhands.strategies.apex.actor import Actor
-from manyhands.strategies.apex.learner import Follower, MainLearner
+from manyhands.strategies.apex.learner import Follower, KeptReplay, MainLearner
 from manyhands.strategies.context import Context, Part
 from manyhands.strategies.progress import RunProgress
 
 
 def run(context: Context, progress: RunProgress) -> None:
+    if progress.resumed is not None:
+        progress.resumed = KeptReplay.for_actors(progress.resumed, len(context.acting))
     if not turns.fits(context):
         part(context, progress).run()
     elif context.part.role == "actor":

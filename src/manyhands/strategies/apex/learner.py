@@ -250,11 +250,25 @@ class KeptReplay:
         kept = self._replay.state() if keep else None
         return {"replay": kept} | turns | process_state(self._context)
 
+    @staticmethod
+    def for_actors(state: dict[str, Any], actors: int) -> dict[str, Any]:
+        """A checkpoint that so many actors can go on from. Where there were more of them or fewer,
+        the shards of the replay, and the episodes of turns, fit nobody and are left out."""
+        replay, turns = state.get("replay"), state.get("turns")
+        were = {len(replay["shards"])} if replay else set()
+        were |= {len(turns["actors"])} if turns and turns["actors"] else set()
+        if were <= {actors}:
+            return state
+        return state | {"replay": None, "turns": None, "actors": were.pop()}
+
     def load_state(self, state: dict[str, Any]) -> list[str]:
         notes = []
         load_process_state(self._context, state)
         if state["replay"] is not None:
             self._replay.load_state(state["replay"])
+        elif "actors" in state:
+            notes = [f"the replay was that of {state['actors']} actors, and cannot be divided "
+                     "anew: a new one is filled before learning goes on"]  # fmt: skip
         elif state["crew"]["steps"]:
             notes = ["the replay was not saved (--checkpoint-replay saves it): a new one is "
                      "filled before learning goes on"]  # fmt: skip
