@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
+from typing import ClassVar, Literal
 
 from manyhands.config import Experiment
 from manyhands.engines.base import cores as usable_cores
@@ -182,6 +182,9 @@ class Phases:
     twice and add up to the time spent in any phase.
     """
 
+    clock: ClassVar[Callable[[], float]] = time.perf_counter
+    """`manyhands plan --measure` counts processor time instead, which others cannot lengthen."""
+
     def __init__(self) -> None:
         self._phases: dict[str, _Phase] = {}
         self._open: list[_Phase] = []
@@ -196,12 +199,12 @@ class Phases:
     def totals(self) -> dict[str, float]:
         """Seconds by name, the phases that are still open included."""
         if self._open:
-            self._give_time(time.perf_counter())
+            self._give_time(self.clock())
         return {name: phase.seconds for name, phase in self._phases.items()}
 
     def look(self) -> dict[str, float]:
         """The same for another thread: it changes nothing, and may miss what happens meanwhile."""
-        now, mark, open_ = time.perf_counter(), self._mark, self._open[-1:]
+        now, mark, open_ = self.clock(), self._mark, self._open[-1:]
         found = {}
         for name, phase in list(self._phases.items()):
             more = max(0.0, now - mark) if phase in open_ else 0.0
@@ -238,7 +241,8 @@ class _Phase:
         self.seconds = 0.0
 
     def __enter__(self) -> None:
-        owner, now = self._owner, time.perf_counter()
+        owner = self._owner
+        now = owner.clock()
         if owner._open:
             owner._open[-1].seconds += now - owner._mark
         owner._open.append(self)
@@ -250,7 +254,8 @@ class _Phase:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        owner, now = self._owner, time.perf_counter()
+        owner = self._owner
+        now = owner.clock()
         self.seconds += now - owner._mark
         owner._open.pop()
         owner._mark = now
