@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from manyhands.engines.shared import FRESH_BELOW, Pool
 from manyhands.replay import compiled_loops
 from manyhands.replay import ring as columns
-from manyhands.engines.shared import FRESH_BELOW, Pool
 from manyhands.replay.ring import gatherer
 
 
