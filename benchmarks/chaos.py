@@ -322,7 +322,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def sample(run: Run) -> tuple[float, int, int, float]:
     """(bytes of memory, open files, steps, seconds of processor time) of all processes of a run.
-    Memory that they share counts once: each is told its part of it."""
+    Memory that they share counts once: of a page in n of them each has an n-th."""
     memory, files, cpu = 0, 0, 0.0
     for pid in [run.process.pid, *(c.pid for c in psutil.Process(run.process.pid).children(True))]:
         with suppress(psutil.Error):

@@ -60,9 +60,9 @@ def measure(one: Experiment) -> Costs:
 def work(plain: dict[str, Any]) -> dict[str, Any]:
     """In each worker; worker 0 knows everything at the end."""
     one, worker = from_plain(plain), attach()
-    group, rank = worker.group, worker.place.rank
+    group = worker.group
     found: dict[str, Any] = {}
-    if rank == 0:
+    if worker.place.is_main:
         found = _sizes(one) | _alone(one)
         found["apply"] = _apply_seconds(found["weight_bytes"])
     found = group.exchange(found)[0]
@@ -247,7 +247,7 @@ def _messages(worker: Any) -> dict[str, float]:
         if rank == 1:
             mine = _processor_seconds(lambda c=channel, t=tree: c.put(t), _MESSAGES)
         group.barrier()
-        if rank == 0:  # all of them are there: nothing is waited for
+        if worker.place.is_main:  # all of them are there: nothing is waited for
             mine = _processor_seconds(lambda c=channel: c.get(timeout=60.0), _MESSAGES)
         seconds.append(sum(group.exchange(mine)[:2]) / 2)
     small, large = seconds
