@@ -9,6 +9,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from typing import NoReturn
 
 from manyhands import __version__, devices
@@ -69,10 +70,21 @@ def start() -> NoReturn:
     # with torch. What is frozen is not looked at.
     gc.freeze()
     if not _is_worker():
+        _leave_threads_behind(code)
         sys.exit(code)
     from manyhands.engines import joined
 
     joined.leave(code)
+
+
+def _leave_threads_behind(code: int) -> None:
+    """Of an environment in this process: the interpreter would wait for them for ever."""
+    if threading.active_count() > 1:
+        from manyhands.engines import process
+
+        if not process.wait_for_threads(process.THREAD_SECONDS):
+            _let_go_of_closed_streams()
+            os._exit(code)
 
 
 def _let_go_of_closed_streams() -> None:

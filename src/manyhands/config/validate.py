@@ -29,7 +29,7 @@ from manyhands.config import (
     join_faults,
     nearest,
 )
-from manyhands.engines import calls, joined
+from manyhands.engines import calls, joined, stopping, supervisor
 from manyhands.errors import ConfigError, ManyhandsError, needs
 from manyhands.math.optimiser import make_schedule
 from manyhands.strategies import registry as strategies
@@ -456,7 +456,8 @@ def _environment_faults(experiment: Experiment) -> Iterator[str]:
         yield f"env_kwargs has {', '.join(clash)}, which the run itself decides"
         return
     try:
-        yield from _look_at(run, getattr(experiment.options, "lstm", 0))
+        with stopping.within(supervisor.START_SECONDS, f"{run.env} was not made and closed again"):
+            yield from _look_at(run, getattr(experiment.options, "lstm", 0))
     except ManyhandsError as error:
         yield str(error)
     except Exception as error:  # the environment is anybody's code and may raise anything

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from manyhands.engines import inline, worker
+from manyhands.engines import inline, process, worker
 from manyhands.engines.attach import detect
 from manyhands.engines.base import Place
 from manyhands.engines.group import Group
@@ -148,5 +148,5 @@ def leave(code: int) -> NoReturn:
     """
     place = place_in(None)
     if place is not None:
-        worker.leave(code, place.engine)
+        worker.leave(code, place.engine, process.THREAD_SECONDS)
     sys.exit(code)

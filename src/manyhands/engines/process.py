@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 # everybody's word (plain data) under a heading, by rank
 Say = Callable[[str, Any], list[Any]]
+THREAD_SECONDS = 5.0  # that threads of an environment may outlast the run
 FORK = "MANYHANDS_FORK"  # the plan of a process that forks the workers: worker.become_worker
 _CURRENT: list[ProcessWorker] = []  # at most one a process
 
@@ -231,6 +232,22 @@ def trim(error: BaseException) -> BaseException:
             break
         tb = tb.tb_next
     return error.with_traceback(tb)
+
+
+def wait_for_threads(seconds: float | None = None) -> bool:
+    """Until all threads are over, as the interpreter waits on its way out; with a deadline where an
+    environment may have left one behind. Whether they are."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    for thread in threading.enumerate():
+        if thread is threading.current_thread() or thread.daemon:
+            continue
+        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            said = f"manyhands: {thread.name}, a thread that something has started, does not end"
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                print(f"{said}; it was given {seconds:g} s", file=sys.stderr)
+            return False
+    return True
 
 
 def open_board(size: int) -> Board | None:

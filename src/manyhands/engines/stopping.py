@@ -15,13 +15,14 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 from manyhands.engines import process
 from manyhands.engines.shared import Board
-from manyhands.errors import Stopped
+from manyhands.errors import ConfigError, Stopped
 
 SECONDS = 20.0  # from asking to telling; SLURM gives 30 between SIGTERM and SIGKILL
 ECHO_SECONDS = 1.0  # within which another launcher hands on what a terminal sent already
@@ -30,6 +31,7 @@ STOPPED = 128 + signal.SIGTERM
 
 _asked_here = [0]  # the inline engine: launcher and workers are one process
 _boards: dict[str, Board | None] = {}  # by token; opened once
+_mine: list[Board] = []  # in a worker process: the one it was started with
 
 
 def asked() -> int:
@@ -45,6 +47,8 @@ def reason() -> str:
 
 
 def _board() -> Board | None:
+    if _mine:
+        return _mine[0]
     token = os.environ.get("MANYHANDS_BOARD", "")
     if token and token not in _boards:
         _boards[token] = process.open_board(int(os.environ.get("MANYHANDS_SIZE", "1")))
@@ -53,6 +57,7 @@ def _board() -> Board | None:
 
 def answer_in_worker(board: Board) -> None:
     """In a worker process of a job that is asked first."""
+    _mine[:] = [board]
 
     def answer(number: int, frame: FrameType | None) -> None:
         if board.aborted:
@@ -62,6 +67,29 @@ def answer_in_worker(board: Board) -> None:
     for number in heard():
         if number != signal.SIGINT:  # ignored in workers: the launcher alone answers it
             signal.signal(number, answer)
+
+
+@contextlib.contextmanager
+def within(seconds: float, what: str) -> Iterator[None]:
+    """What anybody's code does here has a deadline: ConfigError with the place where it was.
+
+    It ends what waits or runs in Python, in the main thread, where signals are handed out.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(number: int, frame: FrameType | None) -> None:
+        where = "".join(traceback.format_stack(frame)[-3:]).rstrip()
+        raise ConfigError(f"{what} within {seconds:g} s. It was here:\n{where}")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class SoftStop:

@@ -72,9 +72,13 @@ def main() -> NoReturn:
     board = process.open_board(place.size)
     if place.engine == "mpi" and board is not None and not os.environ.get(WATCHED):
         be_watched(place.rank, board)
+    patience = None  # a script's threads are its own to end
     if os.environ.get("MANYHANDS_GRACEFUL") == "1" and board is not None:
         stopping.answer_in_worker(board)
+        patience = process.THREAD_SECONDS
     call = os.environ.get("MANYHANDS_CALL", "")
+    # Now: an environment may change the variables of its process.
+    places = os.environ.get("MANYHANDS_RESULTS", "")
     script, args = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
 
     def program() -> Any:
@@ -82,11 +86,11 @@ def main() -> NoReturn:
 
     if place.engine == "inline":
         signal.signal(signal.SIGINT, signal.default_int_handler)  # pdb wants it
-        leave(_run_inline(program, place.size, board), place.engine)
+        leave(_run_inline(program, place.size, board, places), place.engine, patience)
     if board is not None:
         board.arrive(place.rank)
         recovery.leave_stacks(board, place.rank)
-    leave(_run_one(program, place.rank, board), place.engine)
+    leave(_run_one(program, place.rank, board, places), place.engine, patience)
 
 
 def become_worker(plan: dict[str, Any]) -> int:
@@ -163,9 +167,9 @@ def _take_place(place: dict[str, Any], plan: dict[str, Any]) -> None:
             os.close(fd)
 
 
-def _run_one(program: Callable[[], Any], rank: int, board: Board | None) -> int:
+def _run_one(program: Callable[[], Any], rank: int, board: Board | None, places: str) -> int:
     try:
-        _return(rank, program())
+        _return(rank, program(), places)
     except SystemExit as leave:
         return _exit_code(leave, rank, board)
     except BaseException as error:
@@ -211,7 +215,7 @@ def _exit_code(leave: SystemExit, rank: int, board: Board | None) -> int:
     return code
 
 
-def _run_inline(program: Callable[[], Any], size: int, board: Board | None) -> int:
+def _run_inline(program: Callable[[], Any], size: int, board: Board | None, places: str) -> int:
     world = inline.World(size, timeout_from(None))
     if board is not None:
         for rank in range(size):
@@ -220,7 +224,7 @@ def _run_inline(program: Callable[[], Any], size: int, board: Board | None) -> i
         threading.Thread(target=_watch_baton, args=(world, board), daemon=True).start()
     try:
         for rank, value in enumerate(world.run(program)):
-            _return(rank, value)
+            _return(rank, value, places)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except SystemExit as leave:
@@ -257,9 +261,8 @@ def _watch_baton(world: inline.World, board: Board) -> None:
             os._exit(1)
 
 
-def _return(rank: int, value: Any) -> None:
+def _return(rank: int, value: Any, places: str) -> None:
     """Give the function's value to the launcher, if it asked for one and is on this host."""
-    places = os.environ.get("MANYHANDS_RESULTS", "")
     if places and value is not None:
         with open(places.split(",")[rank], "r+b") as file:
             file.write(wire.encode(value))
@@ -269,8 +272,9 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise SystemExit(STOPPED)
 
 
-def leave(code: int, engine: str) -> NoReturn:
-    """Leave as Python does, up to the point where only C++ destructors are left.
+def leave(code: int, engine: str, patience: float | None = None) -> NoReturn:
+    """Leave as Python does, up to the point where only C++ destructors are left; with `patience`,
+    threads that are not over after so many seconds are left alone.
 
     WHY not further: torch's gloo threads abort the process now and then when they are destroyed at
     exit, which would turn a run that ended well into one that failed.
@@ -280,9 +284,7 @@ def leave(code: int, engine: str) -> NoReturn:
     # From here on there is nothing left to unwind: SIGTERM may end us at once.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if code == 0:  # after a failure nobody waits for the user's threads
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()  # as the interpreter would: a thread of the user's is his to end
+        process.wait_for_threads(patience)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
