@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import worker_process
+from conftest import engine_params, ours, worker_process
 from resume_programs import (
     TINY,
     at_update,
@@ -86,6 +86,32 @@ def test_worker_killed_in_mid_training(rank: int, tmp_path: Path) -> None:
     assert not list(folder.glob("*.tmp"))
     steps = _last_step(folder)
     result = resume(folder, steps=steps + 64, engine="inline")  # another engine will do
+    assert result.summary["exit"] == "finished"
+    assert result.summary["env_steps"] >= steps + 64
+
+
+@pytest.mark.parametrize("engine", engine_params("local", "mpi", "ray", "torch", slow="ray"))
+def test_the_launcher_is_killed(engine: str, tmp_path: Path) -> None:
+    """All of its processes end with it, whatever engine has started them, and the run goes on from
+    its last checkpoint."""
+    folder = tmp_path / "run"
+    process = start(
+        "train", "a2c", "--env", "CartPole-v1", "-n", "2", "--num-envs", "4", "--steps", "1e8",
+        "--quiet", "--no-tensorboard", "--checkpoint-seconds", "0.1", "--engine", engine,
+        "--run-dir", str(folder),
+    )  # fmt: skip
+    until(lambda: _last_step(folder) > 0, process)
+    process.kill()
+    killed = time.monotonic()
+    limit = 2 * LIMIT if engine == "ray" else LIMIT  # Ray's own notice in their own time
+    while (left := ours()) and time.monotonic() - killed < limit:
+        time.sleep(0.01)
+    seconds = time.monotonic() - killed
+    process.communicate()
+    assert not left, f"{len(left)} are left after {seconds:.1f} s"
+    print(f"{engine}: all gone {seconds:.2f} s after the launcher was killed")
+    steps = _last_step(folder)
+    result = resume(folder, steps=steps + 64, engine="inline")
     assert result.summary["exit"] == "finished"
     assert result.summary["env_steps"] >= steps + 64
 
