@@ -321,16 +321,23 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def sample(run: Run) -> tuple[float, int, int, float]:
-    """(bytes of memory, open files, steps, seconds of processor time) of all processes of a run.
-    Memory that they share counts once: of a page in n of them each has an n-th."""
+    """(bytes of memory, open files, steps, seconds of processor time) of all processes of a run."""
     memory, files, cpu = 0, 0, 0.0
     for pid in [run.process.pid, *(c.pid for c in psutil.Process(run.process.pid).children(True))]:
-        with suppress(psutil.Error):
+        with suppress(psutil.Error, OSError):
             process = psutil.Process(pid)
-            memory += process.memory_full_info().pss
+            memory += memory_of(pid)
             files += process.num_fds()
             cpu += sum(process.cpu_times()[:2])
     return memory, files, int(run.slots.words[:, STEPS].sum()), cpu
+
+
+def memory_of(pid: int) -> int:
+    """Bytes, but for libraries, whose pages are anybody's. What several processes share is told to
+    each in part, so that it counts once."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    told = dict(line.split(":") for line in text.splitlines() if line.startswith("Pss_"))
+    return sum(int(told[name].split()[0]) << 10 for name in ("Pss_Anon", "Pss_Shmem"))
 
 
 # -- what is written -------------------------------------------------------------------------------
