@@ -255,6 +255,21 @@ def add_up(parts: Sequence[Array] | Array, op: str) -> Array:
     return result
 
 
+def total(parts: Array, op: str) -> Array:
+    """`add_up` of the rows of [workers, n], to the same bits; in one call where that is faster."""
+    if len(parts) < 5:
+        return add_up(parts, op)
+    if parts.shape[1] == 1:  # CRUCIAL: `reduce` adds up numbers in one line by pairs
+        last: Array = _OPS[op].accumulate(parts, axis=0, dtype=parts.dtype)[-1]
+        return last
+    # CRUCIAL: numpy begins a sum with 0, and 0 + -0 is not -0
+    first = {"initial": parts.dtype.type(complex(-0.0, -0.0) if parts.dtype.kind == "c" else -0.0)}
+    result: Array = _OPS[op].reduce(
+        parts, axis=0, dtype=parts.dtype, **(first if op == "sum" else {})
+    )
+    return result
+
+
 def worker_names(size: int, hosts: Sequence[str]) -> list[str]:
     """Every worker in words, with the role it plays where the launcher has given out roles."""
     given = roles.from_environment(size)

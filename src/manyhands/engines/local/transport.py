@@ -9,6 +9,15 @@ call numbers have come up to its own.
 
 WHY two slots: a worker that is one call ahead writes the other slot, and cannot be two ahead,
 because that takes everybody's next call. So no second meeting is needed before a slot is reused.
+
+What is to be added up has, up to a size, rows of its own in the control segment, a matrix [worker,
+byte]: one numpy call adds up all workers' numbers. From a size on that falls with the number of
+workers each adds up its share alone, and all copy the sums after a second meeting: all reading all
+would carry N times the bytes from core to core.
+
+    row 0   ■ ■ ■ ■ ─┐            ┌─ ■ worker 0: first quarter ───┐            ┌─ ■ ■ ■ ■
+    row 1   ■ ■ ■ ■ ─┼─ meeting ──┼─   ■ worker 1: second quarter ┼─ meeting ──┼─ ■ ■ ■ ■
+    …                ┘            └─     …                        ┘            └─ …
 """
 
 from __future__ import annotations
@@ -20,27 +29,39 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from manyhands.engines.base import Check, Patience, Roster, Sizes, Transport, add_up, doing
+from manyhands.engines.base import (
+    Check,
+    Patience,
+    Roster,
+    Sizes,
+    Transport,
+    add_up,
+    doing,
+    total,
+)
 from manyhands.engines.process import BoardRoster
 from manyhands.engines.shared import ResultPool, Segment, fence
 from manyhands.errors import CollectiveError
 from manyhands.trees import Array
 
 _NOTE_ROOM = 4096
+_ROW_ROOM = 1 << 18  # bytes; memory that is never written to takes no place
 _WORDS = 64
 _AREA = _WORDS * 8 + 2 * _NOTE_ROOM
 # words of an area: the call number, the process, the last call it has read; then, for each of the
 # two slots, where it is and what it holds
 _CALL, _PID, _READ, _SLOT = 0, 1, 2, 3
 _FD, _GENERATION, _SIZE, _NOTE, _FIELDS = 0, 1, 2, 3, 4
-_SPLIT_WORK_BYTES = 1 << 18  # above this, adding up is shared out among the workers
+# Bytes that each worker is spared by adding up a share alone, from which on that is worth a second
+# meeting. With two workers nothing is spared but half of the additions.
+_WORTH_A_MEETING = 100_000
 
 
 OPEN: weakref.WeakSet[LocalTransport] = weakref.WeakSet()  # this worker's transports
 
 
 def control_size(members: int) -> int:
-    return members * _AREA
+    return members * (_AREA + 2 * _ROW_ROOM) + 2 * _ROW_ROOM
 
 
 class LocalTransport(Transport):
@@ -58,6 +79,8 @@ class LocalTransport(Transport):
         self._seen: dict[tuple[int, int], tuple[int, Segment]] = {}
         self._results = ResultPool()
         self._mapped: OrderedDict[str, Segment] = OrderedDict()
+        data = control.bytes[size * _AREA : control_size(size)].reshape(2, size + 1, _ROW_ROOM)
+        self._rows, self._sums = data[:, :size], data[:, size]  # [slot, worker, byte], [slot, byte]
         self._words[self._bases[rank] + _PID] = os.getpid()
         OPEN.add(self)
 
@@ -146,8 +169,7 @@ class LocalTransport(Transport):
         length = self._words[self._bases[rank] + _SLOT + which * _FIELDS + _NOTE]
         if length > _NOTE_ROOM:
             return bytes(self._slot_of(rank).view[:length])
-        at = rank * _AREA + _WORDS * 8 + which * _NOTE_ROOM
-        return bytes(self._control.view[at : at + length])
+        return self._control.read(rank * _AREA + _WORDS * 8 + which * _NOTE_ROOM, length)
 
     def _slot_of(self, rank: int) -> Segment:
         """The slot in which that worker laid down its data for this call."""
@@ -168,14 +190,59 @@ class LocalTransport(Transport):
     # -- collectives ---------------------------------------------------------------------------
 
     def reduce(self, note: bytes, arrays: list[Array], op: str, check: Check) -> list[Array]:
+        starts, end = [], 0
+        for a in arrays:
+            starts.append(end)
+            end += _round(a.nbytes)
+        if end > _ROW_ROOM or len(note) > _NOTE_ROOM:
+            return self._reduce_large(note, arrays, op, check)
+        which = (self._call + 1) & 1
+        for at, a in zip(starts, arrays, strict=True):
+            self._row(which, at, a)[self.rank] = a
+        self._post(note, [])
+        self._meet()
+        check(self._notes())
+        results: list[Array] = []
+        alone = [self._shared_out(a) for a in arrays]
+        for at, a, share in zip(starts, arrays, alone, strict=True):
+            parts = self._row(which, at, a)
+            if share:
+                mine = slice(*_shares(a.size, self.size)[self.rank : self.rank + 2])
+                self._sum(which, at, a)[mine] = total(parts[:, mine], op)
+                results.append(a)  # its place
+            else:
+                results.append(total(parts, op))
+        if any(alone):
+            self._post(b"", [])
+            self._meet()
+            for i, share in enumerate(alone):
+                if share:
+                    results[i] = self._sum(which, starts[i], arrays[i]).copy()
+        self._done()
+        return results
+
+    def _row(self, which: int, at: int, like: Array) -> Array:
+        """[worker, number]: where all workers lay down such an array."""
+        return self._rows[which, :, at : at + like.nbytes].view(like.dtype)
+
+    def _sum(self, which: int, at: int, like: Array) -> Array:
+        """Where all workers lay down their shares of its sum."""
+        return self._sums[which, at : at + like.nbytes].view(like.dtype)
+
+    def _shared_out(self, a: Array) -> bool:
+        return a.nbytes * max(self.size - 2, 0.5) >= _WORTH_A_MEETING
+
+    def _reduce_large(
+        self, note: bytes, arrays: list[Array], op: str, check: Check
+    ) -> list[Array]:
+        """What has no room in the rows comes through the slots."""
         start = self._post(note, arrays)
         self._meet()
         check(self._notes())
         results = []
         for a in arrays:
             parts = [self._read(r, start, a) for r in range(self.size)]
-            shared = a.nbytes >= _SPLIT_WORK_BYTES and self.size > 1
-            results.append(None if shared else add_up(parts, op))
+            results.append(None if self._shared_out(a) else add_up(parts, op))
             start += _round(a.nbytes)
         big = [i for i, r in enumerate(results) if r is None]
         if big:
