@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -287,6 +288,23 @@ class Deadly(gymnasium.Wrapper):  # type: ignore[type-arg]
         if self._left == 0 and _is_last() and os.environ.get("MANYHANDS_RESTARTS", "0") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         return self.env.step(action)
+
+
+class Seeded(gymnasium.Wrapper):  # type: ignore[type-arg]
+    """CartPole of 30 steps, which writes down each seed that an episode begins with."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(gymnasium.make("CartPole-v1", max_episode_steps=30))
+        self._file = Path(folder, f"{os.getpid()}-{id(self)}")
+
+    def reset(self, **kwargs: Any) -> Any:
+        with open(self._file, "a") as file:
+            file.write(f"{kwargs['seed']}\n")
+        return super().reset(**kwargs)
+
+
+def seeded_cartpole(folder: str) -> Any:
+    return Seeded(folder)
 
 
 def _is_last() -> bool:

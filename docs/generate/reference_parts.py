@@ -23,6 +23,7 @@ from file_contents import EVENTS, SUMMARY
 from manyhands import support
 from manyhands.algorithms.registry import SPECS
 from manyhands.config import USUAL, default_strategy, help_of, hints_of, in_words, names_of, usual
+from manyhands.config.values import Workers
 from manyhands.experiment.bottleneck import PHASES
 
 _PART = re.compile(r"<!-- from the code: ([\w ]+) -->(.*?)<!-- end -->", re.DOTALL)
@@ -77,6 +78,8 @@ def options_table(cls: type[Any], names: Sequence[str], said: dict[str, str]) ->
 def _kind(hint: Any) -> str:
     """A type in words: `float | str` is a number or a schedule."""
     members = typing.get_args(hint)
+    if hint is Workers:
+        return "int, or 2..16"
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(map(str, members))
     if typing.get_origin(hint) is tuple:

@@ -338,7 +338,7 @@ def _start_workers(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dic
     experiment = from_plain(plain)
     run = experiment.run
     job = Job(
-        workers=run.workers,
+        workers=int(run.workers),
         engine=run.engine,
         call=calls.pack(train_worker, (plain, resumed), {}),
         timeout=run.timeout,
@@ -364,6 +364,7 @@ def _recovery(experiment: Experiment) -> Recovery:
         policy=run.recovery,
         ranks=tuple(run.roles.ranks(role)[-run.actors :]),
         minimum=run.min_workers,
+        least=run.least_workers if run.least_workers < run.workers else 0,
         restarts=run.max_restarts,
         silence=run.timeout,
         log=log,
@@ -381,7 +382,7 @@ def _start_inline(plain: dict[str, Any], resumed: dict[str, Any] | None) -> dict
         return train_worker(plain, resumed)
 
     with stopping.SoftStop() as soft, soft.named(), devices.one_thread():
-        summary: dict[str, Any] = inline.run(work, run.workers, run.timeout, run.roles)[0]
+        summary: dict[str, Any] = inline.run(work, int(run.workers), run.timeout, run.roles)[0]
     return summary
 
 

@@ -33,6 +33,7 @@ from manyhands.config import (
     names_of,
     usual,
 )
+from manyhands.config.values import Workers
 from manyhands.engines import joined
 from manyhands.errors import ConfigError
 from manyhands.strategies import registry as strategies
@@ -316,6 +317,8 @@ def _flag(name: str, text: str, values: Any) -> Any:
 
 def _flag_type(hint: Any) -> Any:
     """The field's type, with our own reading of whole numbers, schedules and tables."""
+    if hint is Workers:
+        return _read_by("N", 1, lambda words: number_of_workers(words[0]))
     if hint is int:
         return _read_by("N", 1, lambda words: whole_number(words[0]))
     if float in get_args(hint) and str in get_args(hint):
@@ -347,6 +350,14 @@ def whole_number(text: str) -> int:
     if isinstance(value, str) or not value.is_integer():
         raise ValueError(f"{text} is not a whole number")
     return int(value)
+
+
+def number_of_workers(text: str) -> Workers:
+    """A whole number, or two: 2..16."""
+    least, dots, most = text.partition("..")
+    if not dots:
+        return Workers(whole_number(text))
+    return Workers(whole_number(most), whole_number(least))
 
 
 def _number_or_text(text: str) -> float | str:
@@ -414,7 +425,7 @@ def resume(argv: list[str]) -> int:
     add(
         "-n",
         "--workers",
-        type=whole_number,
+        type=number_of_workers,
         metavar="N",
         help="another number of workers: gather and allreduce learn the same, but for rounding",
     )

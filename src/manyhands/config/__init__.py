@@ -27,7 +27,7 @@ import tomli_w
 
 from manyhands import support
 from manyhands.algorithms.registry import SPECS, AlgorithmSpec, spec_of
-from manyhands.config.values import coerce
+from manyhands.config.values import Workers, coerce
 from manyhands.errors import ConfigError
 from manyhands.roles import Roles
 from manyhands.strategies import registry as strategies
@@ -46,8 +46,9 @@ class RunConfig:
     """Who acts and who learns: {strategies} (empty: single for one worker, else {defaults})."""
     engine: str = "local"
     """How workers run and talk: {engines}."""
-    workers: int = 1
-    """Number of workers, those that only learn or serve included."""
+    workers: Workers = Workers(1)  # noqa: RUF009 (a number)
+    """Number of workers, those that only learn or serve included. With engine=ray and {recovering}
+    also 2..16: begin with as many as the cluster has room for, and let others come and go."""
     steps: int = 100_000
     """Environment steps of all workers together."""
     seed: int = 1
@@ -164,6 +165,11 @@ class RunConfig:
     def roles(self) -> Roles:
         """Who plays which part."""
         return strategies.spec_of(self.strategy).roles(self)
+
+    @property
+    def least_workers(self) -> int:
+        """That must be there; fewer than `workers` where others come and go."""
+        return getattr(self.workers, "least", self.workers)
 
     @property
     def actors(self) -> int:
@@ -464,7 +470,13 @@ def usual(options: type[Any], name: str) -> Any:
 
 def _plain_fields(config: Any) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in names_of(type(config))}
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+    return {k: _plain(v) for k, v in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Workers):
+        return value.plain
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _given(part: Any) -> Any:

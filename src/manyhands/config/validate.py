@@ -170,6 +170,7 @@ def _strategy_faults(experiment: Experiment) -> Iterator[str]:
             )
     yield from experiment.strategy_spec.faults(experiment)
     yield from _recovery_faults(experiment)
+    yield from _range_of_workers_faults(experiment)
 
 
 def _recovery_faults(experiment: Experiment) -> Iterator[str]:
@@ -194,6 +195,41 @@ def _recovery_faults(experiment: Experiment) -> Iterator[str]:
             f"min_workers={run.min_workers}, but only {run.actors} act; type: --min-workers "
             f"{run.actors}, or less"
         )
+
+
+def _range_of_workers_faults(experiment: Experiment) -> Iterator[str]:
+    """--workers 2..16."""
+    run, spec = experiment.run, experiment.strategy_spec
+    least, most = run.least_workers, int(run.workers)
+    if least == most:
+        return
+    asked = f"workers={least}..{most}"
+    fewest = spec.not_acting(run) + 1
+    if least > most or least < 1:
+        yield f"{asked}: the least comes first, as in --workers 2..16"
+    elif spec.synchronous:
+        fitting = support.strategies_of(experiment.algorithm)
+        others = [name for name in fitting if not strategies.spec_of(name).synchronous]
+        yield (
+            f"{asked}: with {experiment.strategy} all workers take their part in each update, and "
+            "none can come or go; type: "
+            + (f"--strategy {in_words(others, 'or')}, or " if others else "")
+            + f"--workers {most}"
+        )
+    elif run.engine != "ray":
+        yield (
+            f"{asked}: workers come and go on Ray alone, and the engine is {run.engine}; type: "
+            f"--workers {most}, or --engine ray --address HOST:6379"
+        )
+    elif least < fewest:
+        yield (
+            f"{asked}: {fewest - 1} of them do not act, and one at least has to; type: --workers "
+            f"{fewest}..{most}"
+        )
+    elif run.recovery != "restart":
+        yield f"{asked} and on_worker_failure={run.on_worker_failure} do not go together"
+    else:
+        yield from spec.comes_and_goes(experiment)
 
 
 # -- replays ---------------------------------------------------------------------------------------

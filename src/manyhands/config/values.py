@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import typing
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -9,6 +10,31 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union
 
 from manyhands.errors import ConfigError
+
+
+class Workers(int):
+    """How many workers: a number, or `2..16`, of which the most counts as the number."""
+
+    least: int  # that must be there; as many as there are, where it is one number
+
+    def __new__(cls, most: int, least: int | None = None) -> Workers:
+        made = super().__new__(cls, most)
+        made.least = int(most if least is None else least)
+        return made
+
+    @classmethod
+    def parse(cls, text: str) -> Workers:
+        """ValueError for what is neither a number nor two with two dots between them."""
+        least, dots, most = text.partition("..")
+        return cls(int(most), int(least)) if dots else cls(int(text))
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return int.__repr__(self) if self.least == self else f"{self.least}..{int.__repr__(self)}"
+
+    @property
+    def plain(self) -> int | str:
+        return int(self) if self.least == self else str(self)
 
 
 def coerce(name: str, value: Any, hint: Any) -> Any:
@@ -28,6 +54,12 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
         return value
     if hint in (bool, str, NoneType) and isinstance(value, hint):
         return value
+    if hint is Workers:
+        if isinstance(value, (Workers, str)):
+            with contextlib.suppress(ValueError):
+                return value if isinstance(value, Workers) else Workers.parse(value)
+        elif (number := _number(value, int)) is not None:
+            return Workers(int(number))
     if hint in (int, float):
         number = _number(value, hint)
         if number is not None:
@@ -79,7 +111,13 @@ def words(hint: Any) -> str:
         return " or ".join(map(repr, members))
     if origin is tuple:
         return f"a list ({words(members[0])} each)"
-    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    plain = {
+        Workers: "a whole number, or two such as 2..16,",
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+    }
     return plain.get(hint, "nothing" if hint is NoneType else "a table")
 
 

@@ -431,7 +431,12 @@ class Worker(Parts):
         main thread has done something. Asked from another thread."""
 
     def lost(self) -> set[int]:
-        """Ranks of workers that have failed, and that the run goes on without."""
+        """Ranks of workers that have failed, or are not there, and that the run goes on without."""
+        return set()
+
+    def later(self) -> set[int]:
+        """Ranks of workers that were not there at the beginning, and may come: their first life
+        counts as a restart, so that no seed is used twice."""
         return set()
 
     def away(self) -> set[int]:

@@ -43,6 +43,7 @@ class Recovery:
     policy: Policy = "stop"
     ranks: tuple[int, ...] = ()  # workers that may fail: nobody waits for one of them in particular
     minimum: int = 1  # of them that must be left
+    least: int = 0  # workers of any kind that must be there, where others come and go; 0: all
     restarts: int = 5  # of one worker within RESTART_WINDOW
     silence: float = 0.0  # seconds without a heartbeat or a step; 0: never mind
     log: str = ""  # events.jsonl

@@ -312,7 +312,7 @@ class RunFolder:
                 "algorithm": self._experiment.algorithm,
                 "strategy": self._experiment.strategy,
                 "engine": run.engine,
-                "workers": run.workers,
+                "workers": int(run.workers),
                 "seed": run.seed,
             }
         if self.path is not None and self._experiment is not None:

@@ -244,12 +244,18 @@ def one_line(state: State) -> str:
         f"{number(facts.env_steps)} steps",
         f"{number(state.speed)} steps/s",
         "return -" if mean is None else f"return {mean:.2f}",
+        *([f"{facts.alive} of {state.workers} at work"] if some_are_missing(state) else []),
         *([f"lag {lag:.3g}"] if lag is not None else []),
         *([f"{facts.restarts} restarted"] if facts.restarts else []),
         *([facts.note] if facts.note else []),
         "? left" if state.left is None else f"{duration(state.left)} left",
     ]
     return "  ".join(parts)
+
+
+def some_are_missing(state: State) -> bool:
+    """Of the workers that are meant to be there."""
+    return state.facts.alive not in (None, state.workers)
 
 
 def lag_of(facts: Facts) -> float | None:

@@ -88,7 +88,10 @@ class Records:
         plain = to_plain(experiment)
         self._sinks = make_sinks(run, self.folder.path, plain, self.purge_step)
         self.progress = Progress(
-            run.steps, quiet=run.quiet or not main, target=run.target_return, workers=run.workers
+            run.steps,
+            quiet=run.quiet or not main,
+            target=run.target_return,
+            workers=int(run.workers),
         )
         if main:
             facts: dict[str, Any] = {"threads": threads, "device": device}

@@ -74,6 +74,7 @@ class RunProgress:
         self.late = 0  # messages that came when the run was over
         self.lags = np.array([0.0, 0.0, np.inf, 0.0])  # over the run: count, sum, min, max
         self.restarts_of: dict[int, int] = {}  # by rank
+        self._later = context.worker.later()
         self.times: list[dict[str, float]] | None = None  # by phase, of all workers
         self.table = ""  # what the strategy adds to the table at the end
         self.hooks: Hooks | None = None  # the user's own, on the main worker
@@ -135,9 +136,14 @@ class RunProgress:
     def count_restarts(self, message: Message) -> None:
         """Every message, a good-bye too, says how often its sender was restarted."""
         actor, restarts = int(message["actor"]), int(message["restarts"])
-        if restarts > self.restarts_of.get(actor, 0):
+        if self.is_new(actor, restarts):
             self.restarts_of[actor] = restarts
             self.records.folder.event("restart", worker=actor, life=restarts)
+
+    def is_new(self, actor: int, restarts: int) -> bool:
+        """Whether the actor that says so was restarted since it was last heard of. The first time
+        that somebody comes later is none."""
+        return restarts > self.restarts_of.get(actor, int(actor in self._later))
 
     def refuse(self, count: int = 1) -> None:
         """Messages that were too old."""
@@ -164,7 +170,7 @@ class RunProgress:
 
     @property
     def restarts(self) -> int:
-        return sum(self.restarts_of.values())
+        return sum(n - (rank in self._later) for rank, n in self.restarts_of.items())
 
     def close_update(
         self,

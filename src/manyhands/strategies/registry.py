@@ -88,6 +88,8 @@ class StrategySpec:
     """Whether every worker takes its part of the learning, so that more workers learn faster."""
     faults: Callable[[Experiment], Iterable[str]] = no_faults
     """What can be wrong with a run of it, in plain words, with what to type."""
+    comes_and_goes: Callable[[Experiment], Iterable[str]] = no_faults
+    """What can be wrong where workers come and go (--workers 2..16)."""
     on_times: str = ""
     """What a reader of its seconds by phase should know."""
 
@@ -274,6 +276,29 @@ def _apex_faults(experiment: Experiment) -> Iterator[str]:
         )
 
 
+def _reducers_stay(experiment: Experiment) -> Iterator[str]:
+    run = experiment.run
+    if run.reducers:
+        yield (
+            f"reducers={run.reducers} wait for the workers that they were given, and with "
+            f"--workers {run.workers} these come and go; leave --reducers out"
+        )
+
+
+def _shards_of_the_least(experiment: Experiment) -> Iterator[str]:
+    """Each actor has its own shard: of those that are always there, learning must be able to
+    start."""
+    run, o = experiment.run, experiment.options
+    least = run.least_workers - run.learners
+    room = o.replay_size // max(1, run.actors) * least
+    if o.learning_starts > room:
+        yield (
+            f"learning starts with {o.learning_starts:,} transitions, and the {least} of "
+            f"{run.actors} actors that are always there hold {room:,} of the replay of "
+            f"{o.replay_size:,}; type: --learning-starts {room}, or less"
+        )
+
+
 _ALL = (
     StrategySpec(
         name="single",
@@ -323,6 +348,7 @@ _ALL = (
         restarts="worker",
         batch=_pushes_of_a_step,
         faults=_server_faults,
+        comes_and_goes=_reducers_stay,
     ),
     StrategySpec(
         name="apex",
@@ -339,6 +365,7 @@ _ALL = (
         not_acting=_learners,
         restarts="actor",
         faults=_apex_faults,
+        comes_and_goes=_shards_of_the_least,
     ),
     StrategySpec(
         name="actor_learner",

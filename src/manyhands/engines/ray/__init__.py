@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from manyhands.engines import hosts as hosts_of_a_run
@@ -44,7 +45,7 @@ class RayWorker(process.ProcessWorker):
         self._handed: WeightStore | None = None
         self._version = 0  # of the weights that were handed out last
         start = max(timeout, START_SECONDS) if timeout > 0 else 0.0
-        one_node = place.local_size == place.size
+        one_node = place.local_size == place.size  # nobody who may come elsewhere, either
         ip = "127.0.0.1" if one_node else ray.util.get_node_ip_address()
         listener = socket.create_server((ip, 0)) if place.rank == 0 else None
         port = listener.getsockname()[1] if listener is not None else 0
@@ -55,7 +56,8 @@ class RayWorker(process.ProcessWorker):
                               wait=start)  # fmt: skip
         if state != "ok":
             raise _nobody(state, met, place.size, start)
-        hosts = [m[0] for m in met]
+        self._began = len(met)  # workers; others may come
+        hosts = [m[0] for m in met] + [place.host] * (place.rank >= len(met))
 
         def tell(what: str, mine: str) -> list[str]:
             state, said = client.ask(f"start of the ray engine: {what}", "meet", what, place.rank,
@@ -64,8 +66,9 @@ class RayWorker(process.ProcessWorker):
                 raise _nobody(state, said, place.size, start)
             return list(said)
 
+        together = replace(place, size=len(met))
         if not client.restarts:
-            hosts_of_a_run.meet(place, hosts, tell, near=met[0][3], script=False)
+            hosts_of_a_run.meet(together, hosts, tell, near=met[0][3], script=False)
         arrivals = [Arrival(*m[:3]) for m in met]
         board = process.open_board(place.size) if len(set(hosts)) == 1 else None
         super().__init__(place, timeout, board)
@@ -73,17 +76,19 @@ class RayWorker(process.ProcessWorker):
         if (
             not client.restarts
         ):  # else the others have made their group, and this one attends nothing
-            store = _store(met[0][3], met[0][4], place.size, listener, start)
+            store = _store(met[0][3], met[0][4], together.size, listener, start)
             mine = place.local_rank % gpus if own_gpus(arrivals) else None
             self._process_group = c10d.init_process_group(
-                place.rank, place.size, store, timeout, gpu=mine, one_host=len(set(hosts)) == 1
+                place.rank, together.size, store, timeout, gpu=mine, one_host=len(set(hosts)) == 1
             )
-        roster = self.roster(hosts)
+        members = place.size if client.restarts else together.size
+        known = {**dict(enumerate(m[0] for m in met)), place.rank: place.host}
+        roster = self.roster([known.get(r, hosts[0] if board else "?") for r in range(place.size)])
         client.names = roster.names
         if board is None:
             roster = NewsRoster(client, roster.names)
         self.group = Group(
-            c10d.C10dTransport(self._process_group, range(place.size), place.rank, roster, timeout,
+            c10d.C10dTransport(self._process_group, range(members), place.rank, roster, timeout,
                                board, store)
         )  # fmt: skip
 
@@ -127,6 +132,19 @@ class RayWorker(process.ProcessWorker):
     @property
     def restarts(self) -> int:
         return self._client.restarts
+
+    def alive(self) -> int | None:
+        elastic = self._began < self.place.size or self._client.absent
+        return self.place.size - len(self._client.absent) if elastic else None
+
+    def lost(self) -> set[int]:
+        return super().lost() | self._client.absent
+
+    def away(self) -> set[int]:
+        return super().away() | self._client.absent
+
+    def later(self) -> set[int]:
+        return set(range(self._began, self.place.size))
 
     def main_has_left(self) -> bool:
         return bool(self._client.ask("the main worker", "has_left", 0, wait=self.timeout))

@@ -10,25 +10,25 @@ Collectives go over c10d between the actors' processes; everything else through 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from manyhands import devices, wire
-from manyhands.engines import process
 from manyhands.engines.process import alive
-from manyhands.engines.ray import CLIENT, START_SECONDS
+from manyhands.engines.ray import START_SECONDS
+from manyhands.engines.ray.seat import Seat
 from manyhands.engines.ray.session import Session
 from manyhands.engines.recovery import Recovery, Restart
 from manyhands.engines.shared import DEAD, EMPTY, FAILED, RUNNING, Board
-from manyhands.errors import CollectiveError, ConfigError, WorkerError
+from manyhands.errors import ConfigError, WorkerError
 
+_NOWHERE = {"host": "no host", "node": "", "pid": 0}  # of a worker that is not there
+_LOOK_SECONDS = 1.0  # between two looks whether there is room for one
 _GRACE = 0.5  # seconds that the true cause gets to show itself, once a mere consequence has come
 _LAST_WORDS = "ended silently: SIGKILL (kill -9 or out of memory), a crash in native code, \
 or os._exit"
@@ -65,11 +65,12 @@ def run(*, workers: int, run_worker: str, payload: dict[str, Any], timeout: floa
         **env,
     }
     folder = os.path.dirname(payload.get("script") or "")
-    with Session(workers, cpus_per_worker, address, env, folder) as session:
-        actors = _Actors(session, workers, cpus_per_worker, env)
+    recovery = recovery or Recovery()
+    with Session(recovery.least or workers, cpus_per_worker, address, env, folder) as session:
+        actors = _Actors(session, workers, cpus_per_worker, env, recovery)
         try:
             actors.start(on_ready)
-            return actors.work(run_worker, payload, recovery or Recovery())
+            return actors.work(run_worker, payload)
         finally:
             actors.end()
 
@@ -77,7 +78,9 @@ def run(*, workers: int, run_worker: str, payload: dict[str, Any], timeout: floa
 class _Actors:
     """The actors of one run, as the driver sees them."""
 
-    def __init__(self, session: Any, workers: int, cpus: float, env: dict[str, str]) -> None:
+    def __init__(
+        self, session: Any, workers: int, cpus: float, env: dict[str, str], recovery: Recovery
+    ) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -91,22 +94,30 @@ class _Actors:
             node, soft=True
         )
         # At the driver's side: with any other host that dies the run can go on.
+        self._recovery, self._cpus = recovery, cpus
+        room, begin = self._room(), workers
+        if recovery.least:
+            room = {node: self._free(node) for node in room}
+            begin = _fitting(recovery.least, workers, cpus, room)
         self._coordinator = (
             ray.remote(num_cpus=0, max_concurrency=100 * (workers + 1))(ray_parts.Coordinator)
             .options(scheduling_strategy=self._on_node(here))
-            .remote(workers)
+            .remote(workers, begin)
         )
         self._seat = ray.remote(num_cpus=cpus, max_restarts=0)(Seat)
         self._options = _runtime_env(session, env)
-        nodes = spread(workers, cpus, self._room("CPU"), here)
-        self._seats = [self._new_seat(rank, node, 0) for rank, node in enumerate(nodes)]
-        self._where: list[dict[str, Any]] = []
+        nodes = spread(begin, cpus, room, here)
+        self._seats = {rank: self._new_seat(rank, node, 0) for rank, node in enumerate(nodes)}
+        self._where = [dict(_NOWHERE) for _ in range(workers)]
+        self._absent = set(range(begin, workers))  # who is not there, and may come
+        self._next_look = 0.0
+        self._coming: dict[Any, tuple[int, str]] = {}  # whereabouts to be told -> (rank, node)
         self._run, self._payload = "", dict[str, Any]()
         self._restarts: dict[int, Restart] = {}
 
-    def _room(self, what: str) -> dict[str, float]:
+    def _room(self) -> dict[str, float]:
         """CPUs by node."""
-        return {n["NodeID"]: n["Resources"].get(what, 0) for n in self._ray.nodes() if n["Alive"]}
+        return {n["NodeID"]: n["Resources"].get("CPU", 0) for n in self._ray.nodes() if n["Alive"]}
 
     def _new_seat(self, rank: int, node: str, restarts: int, **more: Any) -> Any:
         """An actor for that worker, on that node if it is still there."""
@@ -118,27 +129,29 @@ class _Actors:
 
     def start(self, on_ready: Callable[[list[int]], None] | None) -> None:
         """Wait until all actors are up, under one deadline."""
-        refs = [s.where.remote(self._session.output) for s in self._seats]
+        refs = [s.where.remote(self._session.output) for s in self._seats.values()]
         refs.append(self._coordinator.ready.remote())
         _, late = self._ray.wait(refs, num_returns=len(refs), timeout=START_SECONDS)
         if late:
             free = self._ray.available_resources().get("CPU", 0)
             raise ConfigError(
-                f"{len(late)} of {self._size} Ray actors did not start in {START_SECONDS:g} s; "
-                f"Ray has {free:g} CPUs free. Is another job using the cluster?"
+                f"{len(late)} of {len(self._seats)} Ray actors did not start in "
+                f"{START_SECONDS:g} s; Ray has {free:g} CPUs free. Is another job using the "
+                "cluster?"
             )
         try:
-            self._where = [json.loads(w) for w in self._ray.get(refs[:-1])]
+            found = [json.loads(w) for w in self._ray.get(refs[:-1])]
         except self._ray.exceptions.RayError as error:
             raise WorkerError(f"a Ray actor died while it started:\n{error}") from None
+        self._where[: len(found)] = found
         if on_ready is not None:
-            on_ready([int(w["pid"]) for w in self._where])
+            on_ready([int(w["pid"]) for w in found])
 
-    def work(self, run_worker: str, payload: dict[str, Any], recovery: Recovery) -> list[Any]:
-        self._run, self._payload, self._recovery = run_worker, payload, recovery
-        ranks = recovery.ranks if recovery.policy == "restart" else ()
+    def work(self, run_worker: str, payload: dict[str, Any]) -> list[Any]:
+        self._run, self._payload = run_worker, payload
+        ranks = self._recovery.ranks if self._recovery.policy == "restart" else ()
         self._restarts = {rank: Restart([], {}) for rank in ranks}
-        return self._watch({self._begin(rank): rank for rank in range(self._size)})
+        return self._watch({self._begin(rank): rank for rank in self._seats})
 
     def _begin(self, rank: int) -> Any:
         """Let a worker run; the reference to its end."""
@@ -166,9 +179,14 @@ class _Actors:
         consequence: WorkerError | None = None
         deadline = float("inf")
         while running and time.monotonic() < deadline:
-            left = min(deadline - time.monotonic(), 3600.0)
-            done, _ = self._ray.wait(list(running), num_returns=1, timeout=max(left, 0.0))
+            left = min(deadline - time.monotonic(), self._until_look())
+            refs = [*running, *self._coming]
+            done, _ = self._ray.wait(refs, num_returns=1, timeout=max(left, 0.0))
+            self._invite(running)
             for ref in done:
+                if ref in self._coming:
+                    self._joined(ref, running)
+                    continue
                 rank = running.pop(ref)
                 if self._restarted(ref, rank, running):
                     continue
@@ -193,13 +211,19 @@ class _Actors:
         if allowance is None or 0 not in running.values():
             return False
         fault = self._fault(ref)
-        if fault is None or not self._allowed(rank, allowance, *fault):
+        if fault is None:
+            return False
+        leaves = len(running) >= self._recovery.least > 0  # enough are left without it
+        if not self._allowed(rank, allowance, *fault, leaves=leaves):
             return False
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.kill(self._seats[rank])  # one that raised is still there
+        if leaves:
+            self._leave(rank, fault[1], len(running))
+            return True
         old, name = self._where[rank]["node"], self._name(rank)
         self._where[rank] = {"host": "a new place", "node": old, "pid": 0}
-        room = self._room("CPU")
+        room = self._room()
         if old not in room:
             old = max(room, key=lambda node: self._free(node))
         if self._board is not None:
@@ -214,6 +238,65 @@ class _Actors:
         print(f"manyhands: {said}", file=sys.stderr, flush=True)
         return True
 
+    # -- workers that come and go ------------------------------------------------------------------
+
+    def _until_look(self) -> float:
+        """Seconds until there may be room for somebody who is not there."""
+        return _LOOK_SECONDS if self._absent else 3600.0
+
+    def _invite(self, running: dict[Any, int]) -> None:
+        """Actors for those who are not there, where CPUs are free; they come when they are up."""
+        if time.monotonic() < self._next_look or 0 not in running.values():
+            return
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        coming = [rank for rank, _ in self._coming.values()]
+        waiting = [r for r in sorted(self._absent - set(coming)) if self._is_due(r)]
+        for node in self._room() if waiting else ():
+            # What comes to it may not have taken its CPU yet.
+            free = self._free(node) - self._cpus * [n for _, n in self._coming.values()].count(node)
+            while waiting and free >= self._cpus:
+                rank, free = waiting.pop(0), free - self._cpus
+                allowance = self._restarts[rank]
+                allowance.times, allowance.due = allowance.times + 1, None
+                seat = self._seats[rank] = self._new_seat(rank, node, allowance.times)
+                self._coming[seat.where.remote(self._session.output)] = rank, node
+
+    def _is_due(self, rank: int) -> bool:
+        due = self._restarts[rank].due
+        return due is None or due <= time.monotonic()
+
+    def _joined(self, ref: Any, running: dict[Any, int]) -> None:
+        """Somebody who was not there is up, and begins; or its host has gone meanwhile."""
+        rank, _ = self._coming.pop(ref)
+        try:
+            self._where[rank] = json.loads(self._ray.get(ref))
+        except self._ray.exceptions.RayError:
+            return  # another look finds another place
+        self._absent.discard(rank)
+        self._ray.get(self._coordinator.is_there.remote(rank, True))
+        if self._board is not None:
+            self._board.set_state(rank, EMPTY)
+        running[self._begin(rank)] = rank
+        self._say_who("worker_joined", rank, "has joined", len(running))
+
+    def _leave(self, rank: int, why: str, left: int) -> None:
+        """It is gone, and the run goes on without it until there is room for it again."""
+        self._absent.add(rank)
+        self._ray.get(self._coordinator.is_there.remote(rank, False))
+        if self._board is not None:
+            self._board.set_state(rank, EMPTY)
+        why = why if self._where[rank]["node"] in self._room() else "is gone with its host"
+        self._say_who("worker_left", rank, f"{why}, and has left", left)
+        self._where[rank] = dict(_NOWHERE)
+
+    def _say_who(self, event: str, rank: int, said: str, there: int) -> None:
+        name = self._name(rank)
+        self._recovery.event(event, worker=rank, who=name, there=there, most=self._size)
+        text = f"{name} {said}: {there} of {self._size} are there"
+        print(f"manyhands: {text}", file=sys.stderr, flush=True)
+
+    # -- how workers end ---------------------------------------------------------------------------
+
     def _fault(self, ref: Any) -> tuple[str, str, str] | None:
         """(kind, in words, traceback) of an end that was not well and is the worker's own."""
         try:
@@ -224,16 +307,20 @@ class _Actors:
             return None
         return "raised", f"raised {said['summary']}", said["traceback"]
 
-    def _allowed(self, rank: int, allowance: Restart, kind: str, what: str, trace: str) -> bool:
-        """Whether it may be started again, after a pause. Either way the fault is recorded."""
+    def _allowed(
+        self, rank: int, allowance: Restart, kind: str, what: str, trace: str, *, leaves: bool
+    ) -> bool:
+        """Whether the run goes on: with a new one, after a pause, or without it (`leaves`). Either
+        way the fault is recorded."""
         allowed = allowance.allowed(self._recovery.restarts)
         self._recovery.event(
             "worker_fault",
             kind=kind, worker=rank, who=self._name(rank), what=what, signal=None, exit_code=None,
             traceback=trace,
-            action="restart" if allowed else "stop", restarts=allowance.times,
+            action=("continue" if leaves else "restart") if allowed else "stop",
+            restarts=allowance.times,
         )  # fmt: skip
-        if allowed and allowance.due is not None:
+        if allowed and not leaves and allowance.due is not None:
             time.sleep(max(0.0, allowance.due - time.monotonic()))  # 5 s at most
         return allowed
 
@@ -276,7 +363,7 @@ class _Actors:
         return f"worker {rank} of {self._size} on {w['host']} (pid {w['pid']})"
 
     def end(self) -> None:
-        for actor in [*self._seats, self._coordinator]:
+        for actor in [*self._seats.values(), self._coordinator]:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor)
 
@@ -291,6 +378,18 @@ def _runtime_env(session: Any, env: dict[str, str]) -> dict[str, Any]:
         return {}
     caps = {k: v for k, v in env.items() if k.endswith("_THREADS")}
     return {"runtime_env": {"env_vars": caps}}
+
+
+def _fitting(least: int, most: int, cpus: float, free: dict[str, float]) -> int:
+    """How many workers there is room for; ConfigError where they are too few."""
+    fit = sum(int(have // cpus) for have in free.values())
+    if fit < least:
+        raise ConfigError(
+            f"{least} workers x {cpus:g} CPU = {least * cpus:g} are the least of --workers "
+            f"{least}..{most}, and the cluster has {sum(free.values()):g} free; ask for fewer, "
+            f"such as --workers {max(fit, 2)}..{most}, or add nodes"
+        )
+    return min(fit, most)
 
 
 def spread(workers: int, cpus: float, room: dict[str, float], driver: str) -> list[str]:
@@ -315,99 +414,3 @@ def spread(workers: int, cpus: float, room: dict[str, float], driver: str) -> li
         taken[node] += cpus
         nodes.append(node)
     return nodes
-
-
-# -- the actor -------------------------------------------------------------------------------------
-
-
-class Seat:
-    """The actor: hosts one worker. Its one long call runs the program in the main thread."""
-
-    def __init__(self, coordinator: Any, rank: int, size: int, restarts: int = 0) -> None:
-        from manyhands.engines.ray.parts import Client
-
-        self._rank = rank
-        self._brought = os.getcwd()  # where Ray has laid the folder of the script, if it travels
-        process.die_with_parent(os.getppid())  # the raylet: Ray itself takes a while to notice
-        CLIENT[:] = [Client(coordinator, rank, size, restarts)]
-
-    def __repr__(self) -> str:
-        """What Ray writes before each line that comes from another node."""
-        return f"worker {self._rank}"
-
-    def where(self, output: str) -> str:
-        import ray
-
-        if output:
-            _take_output(output)
-        node = ray.get_runtime_context().get_node_id()
-        return json.dumps({"host": socket.gethostname(), "node": node, "pid": os.getpid()})
-
-    def _at_home(self, order: dict[str, Any]) -> dict[str, Any]:
-        """With the script, and where it imports from, as they were brought here."""
-        there, here = order["travels"], self._brought
-
-        def moved(path: str) -> str:
-            return here + path[len(there) :] if (path + os.sep).startswith(there + os.sep) else path
-
-        payload = order["payload"] | {"script": moved(order["payload"]["script"])}
-        return order | {"payload": payload, "path": [moved(path) for path in order["path"]]}
-
-    def run(self, order_json: str) -> bytes:
-        order = json.loads(order_json)
-        if order["travels"]:
-            order = self._at_home(order)
-        os.environ.update(order["env"])
-        sys.path[:0] = [p for p in order["path"] if p not in sys.path]
-        if os.path.isdir(order["folder"]):
-            os.chdir(order["folder"])
-        try:
-            module, _, name = order["run"].partition(":")
-            value = getattr(importlib.import_module(module), name)(order["payload"])
-            reply = bytes(wire.encode({"ok": True, "value": value}))
-        except SystemExit as leave:
-            reply = _leaving(leave)
-        except BaseException as error:  # also KeyboardInterrupt: the driver decides what ends
-            reply = _failure(error)
-        worker = process.current()
-        if worker is not None:
-            worker.close()
-            process.forget()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        return reply
-
-
-def _leaving(leave: SystemExit) -> bytes:
-    if leave.code in (None, 0):
-        return bytes(wire.encode({"ok": True, "value": None}))
-    code = leave.code if isinstance(leave.code, int) else 1
-    error = WorkerError(f"left with exit code {leave.code}", exit_code=code)
-    return _failure(error.with_traceback(leave.__traceback__))
-
-
-def _failure(error: BaseException) -> bytes:
-    worker = process.current()
-    if worker is not None:
-        worker.fail(error)
-    said = {
-        "ok": False,
-        "summary": f"{type(error).__name__}: {error}",
-        "traceback": "".join(traceback.format_exception(process.trim(error))),
-        "secondary": isinstance(error, CollectiveError),
-        "exit_code": error.exit_code if isinstance(error, WorkerError) else 1,
-    }
-    return bytes(wire.encode(said))
-
-
-def _take_output(address: str) -> None:
-    """Write where the driver writes: no prefix, no delay, and no last line lost."""
-    with socket.socket(socket.AF_UNIX) as line:
-        line.settimeout(5.0)
-        line.connect(address)
-        _, fds, _, _ = socket.recv_fds(line, 1, 2)
-    for fd, target in zip(fds, (1, 2), strict=True):
-        os.dup2(fd, target)
-        os.close(fd)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

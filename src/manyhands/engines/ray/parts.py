@@ -53,12 +53,14 @@ class _Queue:
 class Coordinator:
     """What all workers share. Replies say ok, late or gone; the worker that asked raises."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, begin: int) -> None:
         self._size = size
+        self._first = range(begin)  # who is there from the beginning
+        self._absent = set(range(begin, size))  # who is not there, and may come
         self._queues: dict[str, _Queue] = {}
         self._weights: dict[str, tuple[int, Message]] = {}
         self._offers: dict[str, int] = {}
-        self._mail: list[list[Any]] = [[] for _ in range(size)]
+        self._mail = [self._first_mail() for _ in range(size)]
         self._restarts = [0] * size  # how often each was started again
         self._met: dict[str, dict[int, Any]] = {}
         self._gone: dict[int, str] = {}  # rank -> why it can no longer come
@@ -68,14 +70,15 @@ class Coordinator:
         return True
 
     async def meet(self, what: str, rank: int, value: Any, timeout: float) -> Reply:
-        """Everybody's value, by rank, once all have come; else the ranks that have not."""
+        """The values of all that begin together, by rank, once they have come; else the ranks that
+        have not. Whoever comes later gives one, and sees theirs."""
         met = self._met.setdefault(what, {})
         met[rank] = value
         self._ring(what)
-        others = [r for r in range(self._size) if r != rank]
-        reply = await self._until(what, lambda: len(met) == self._size, timeout, others)
+        others = [r for r in self._first if r != rank]
+        reply = await self._until(what, lambda: met.keys() >= set(others), timeout, others)
         if reply[0] == OK:
-            return OK, [met[r] for r in range(self._size)]
+            return OK, [met[r] for r in self._first]
         return reply if reply[0] == GONE else (LATE, [r for r in others if r not in met])
 
     async def gone(self, rank: int, why: str, final: bool) -> None:
@@ -85,6 +88,16 @@ class Coordinator:
             mail.append(["gone", rank, why])
         for topic in list(self._bells):
             self._ring(topic)
+
+    async def is_there(self, rank: int, there: bool) -> None:
+        """That worker has joined, or left; the others hear of it."""
+        (self._absent.discard if there else self._absent.add)(rank)
+        for other, mail in enumerate(self._mail):
+            mail.append(["there", rank, there])
+            self._ring(f"mail/{other}")
+
+    def _first_mail(self) -> list[list[Any]]:
+        return [["there", rank, False] for rank in sorted(self._absent)]
 
     # -- channels and weights --------------------------------------------------------------------
 
@@ -151,7 +164,7 @@ class Coordinator:
         still be asking here, and answers to what it had asked are nobody's.
         """
         if restarts > self._restarts[rank]:
-            self._restarts[rank], self._mail[rank] = restarts, []
+            self._restarts[rank], self._mail[rank] = restarts, self._first_mail()
             self._ring(f"mail/{rank}")
         await self._until(
             f"mail/{rank}",
@@ -204,6 +217,7 @@ class Client:
         self.restarts = restarts  # how often this worker was started again
         self.names = [f"worker {r} of {size}" for r in range(size)]
         self.gone: dict[int, str] = {}
+        self.absent: set[int] = set()  # who is not there, and may come
         self._ids = itertools.count(restarts << 32)  # no number twice, restarts or not
         self._pending: dict[int, tuple[int, str, Future[Any]]] = {}
         self._counters: dict[str, _Counter] = {}
@@ -302,6 +316,9 @@ class Client:
                 future.set_result(value)
             else:
                 future.set_exception(WorkerError(value, rank=rank))
+        elif kind == "there":
+            _, rank, there = letter
+            self.absent = self.absent - {rank} if there else self.absent | {rank}
         else:
             _, rank, why = letter
             with self._lock:

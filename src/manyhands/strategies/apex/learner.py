@@ -224,7 +224,7 @@ def heard(progress: RunProgress, replay: ShardedReplay, message: Message) -> Non
 def count_loss(progress: RunProgress, replay: ShardedReplay, message: Message) -> None:
     """An actor that was restarted: what did the one before it leave?"""
     actor, restarts = int(message["actor"]), int(message["restarts"])
-    if restarts <= progress.restarts_of.get(actor, 0):
+    if not progress.is_new(actor, restarts):
         return
     rows = replay.lose(progress.context.acting.index(actor))
     progress.records.folder.event("shard_lost", worker=actor, rows=rows, what=replay.on_loss)
