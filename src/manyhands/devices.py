@@ -184,6 +184,18 @@ def _cuda_graph(
 
 
 @contextmanager
+def repeatable() -> Iterator[None]:
+    """Convolutions whose gradients are summed in one order, so that a run repeats to the bit."""
+    from torch.backends import cudnn
+
+    before, cudnn.deterministic = cudnn.deterministic, True
+    try:
+        yield
+    finally:
+        cudnn.deterministic = before
+
+
+@contextmanager
 def said_what_fits(device: torch.device, rows: int, options: object) -> Iterator[None]:
     """An error where a GPU's memory runs out inside: it names the rows at once that would fit, and
     how these options ask for them."""

@@ -358,7 +358,7 @@ class PolicyGradient(Algorithm):
     """
 
     stats: tuple[str, ...] = ("policy_loss", "value_loss", "entropy")
-    on_device = False  # whether its update is epochs of minibatches and no more (on_device.py)
+    on_device = False  # whether algorithms/on_device.py has its update
 
     def __init__(self, model: ActorCritic, options: Any, **kwargs: Any) -> None:
         super().__init__(model, options, **kwargs)

@@ -34,6 +34,7 @@ from manyhands.types import Batch, Info
 class IMPALA(PolicyGradient):
     name = "impala"
     stats = (*PolicyGradient.stats, "rho")
+    on_device = True
     options: IMPALAConfig
 
     def prepare(self, rollout: Rollout) -> Batch:

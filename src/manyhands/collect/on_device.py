@@ -30,7 +30,7 @@ _CLIP = 10.0  # of what is normalised, as in RunningStats.normalise
 class TensorRollout(NamedTuple):
     """[T, B] tensors that the next rollout overwrites."""
 
-    obs: Tensor
+    obs: Any  # a tensor, or what makes one of flat rows, `obs[rows]` (emulators.py)
     action: Tensor
     logp: Tensor
     value: Tensor

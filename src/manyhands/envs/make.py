@@ -46,7 +46,7 @@ from manyhands.envs.registry import (
     takes_num_envs,
     unknown_id,
 )
-from manyhands.envs.vector import VectorAdapter, as_gymnasium
+from manyhands.envs.vector import Groups, VectorAdapter, as_gymnasium
 from manyhands.errors import ConfigError, needs
 
 Backend = Literal["auto", "gymnasium", "vector", "envpool", "atari", "pettingzoo", "torch"]
@@ -234,6 +234,15 @@ def frame_stack(env: str, backend: str, env_kwargs: dict[str, Any], space: Any) 
     return stack if shape[0] == stack and stack >= 2 else 0
 
 
+def shows_frames(env: str, backend: str, env_kwargs: dict[str, Any]) -> bool:
+    """Whether observations are ALE's stacks of grey frames, each moved on by one from the one
+    before, and black before an episode's start; actions are choices."""
+    ale = backend == "atari" or (backend == "auto" and is_atari(resolve(env)))
+    usual = {"obs_type": "image", "continuous": False, "grayscale": True, "episodic_life": False}
+    asked = all(env_kwargs.get(name, value) == value for name, value in usual.items())
+    return ale and asked and int(env_kwargs.get("frame_stack", 4)) >= 2
+
+
 def takes_threads(env: str, backend: str, env_kwargs: dict[str, Any]) -> bool:
     """Whether these environments are stepped by threads of their own: `num_threads` of them."""
     if backend == "envpool":
@@ -334,6 +343,7 @@ def make_atari(
     episodic_life: bool = False,
     reward_clip: float | None = 1.0,
     num_threads: int = 1,
+    groups: int = 1,
     **env_kwargs: Any,
 ) -> VecAdapter:
     """Atari games behind the adapter.
@@ -347,6 +357,7 @@ def make_atari(
         episodic_life: end the episode (as terminated) when a life is lost; images only.
         reward_clip: the learner's rewards are cut to ±reward_clip; None leaves them.
         num_threads: ALE's threads in this worker, as EnvPool's.
+        groups: so many vector envs instead of one, with threads each: `Groups`.
         env_kwargs: handed to ale-py.
         seed, worker, box_actions, check_finite: as for `make_vec`.
     """
@@ -382,18 +393,26 @@ def make_atari(
         raise ConfigError(f"obs_type={obs_type!r} is not known; choose image or ram")
     from ale_py.vector_env import AtariVectorEnv
 
-    vector = AtariVectorEnv(
-        spec.kwargs["game"],
-        num_envs,
-        num_threads=num_threads,
-        repeat_action_probability=sticky,
-        frameskip=frame_skip,
-        stack_num=frame_stack,
-        noop_max=noop_max,
-        use_fire_reset=fire_reset,
-        episodic_life=episodic_life,
-        reward_clipping=False,  # the adapter clips, and keeps the true score for the records
-        autoreset_mode="SameStep",  # every row is a transition
-        **env_kwargs,
-    )
-    return VectorAdapter(vector, seed_style="array", episode_seeds=False, **common)
+    def part(count: int) -> VectorAdapter:
+        vector = AtariVectorEnv(
+            spec.kwargs["game"],
+            count,
+            num_threads=num_threads,
+            repeat_action_probability=sticky,
+            frameskip=frame_skip,
+            stack_num=frame_stack,
+            noop_max=noop_max,
+            use_fire_reset=fire_reset,
+            episodic_life=episodic_life,
+            reward_clipping=False,  # the adapter clips, and keeps the true score for the records
+            autoreset_mode="SameStep",  # every row is a transition
+            **env_kwargs,
+        )
+        return VectorAdapter(vector, seed_style="array", episode_seeds=False, **common)
+
+    if groups <= 1:
+        return part(num_envs)
+    counts = [len(some) for some in np.array_split(np.arange(num_envs), groups) if len(some)]
+    common["seed"] = secrets.randbits(31) if seed is None else seed
+    parts = [part(count) for count in counts]
+    return Groups(parts, seed=common["seed"], worker=worker, box_actions=box_actions)

@@ -7,6 +7,9 @@ made of it.
 Seeds: a DISABLED vector env is reset by us, so every episode has its seed from the tree. The two
 others reset themselves and go on with their own generators; there only an env's first episode can
 be played again on its own, and `Episode.seed` is None for the rest.
+
+Where the library takes a step apart (`send` and `recv`), so do we: `Groups` are several vector envs
+as one, of which some can be on their way while a policy acts for the others.
 """
 
 from __future__ import annotations
@@ -95,6 +98,8 @@ class VectorAdapter(VecAdapter):
             sub-env has begun, with seeds that were not used before.
     """
 
+    newest_only = False  # rows show the newest frame of each stack; final observations are whole
+
     def __init__(
         self,
         env: VectorEnv,
@@ -145,7 +150,7 @@ class VectorAdapter(VecAdapter):
         self._totals[:] = 0.0
         self._running = True
         obs = self.blank().obs if out is None else out
-        trees.copy_into(obs, self._flat(given))
+        trees.copy_into(obs, self._shown(given))
         self._check_row(obs)
         self._check_masks(obs)
         return obs
@@ -154,6 +159,19 @@ class VectorAdapter(VecAdapter):
         sent = self._sent(actions)
         row = self.blank() if out is None else out
         return self.receive(row, *self.env.step(sent))
+
+    def send(self, actions: Array) -> None:
+        """Begin a step, which `recv` ends; meanwhile other things can be done."""
+        self.env.send(self._sent(actions))
+
+    def recv(self, out: Step) -> Step:
+        return self.receive(out, *self.env.recv())
+
+    def blank(self) -> Step:
+        row = super().blank()
+        if self.newest_only:
+            row.obs = row.obs[:, -1].copy()
+        return row
 
     def receive(
         self,
@@ -172,7 +190,7 @@ class VectorAdapter(VecAdapter):
         np.logical_and(truncated, row.valid, out=row.truncated)
         reward = np.where(row.valid, reward, 0.0)
         self._count(reward, row.valid)
-        trees.copy_into(row.obs, self._flat(obs))
+        trees.copy_into(row.obs, self._shown(obs))
         done = row.terminated | row.truncated
         self._check_row(row.obs)
         row.reward[:] = reward
@@ -212,10 +230,16 @@ class VectorAdapter(VecAdapter):
 
     def close(self) -> None:
         self.env.close()
+        # ALE's threads and emulators go with the object. WHY not later: what is left of those in a
+        # cycle when Python ends is listed on standard error.
+        vars(self.env).pop("ale", None)
         self._running = False
 
     def _flat(self, obs: Any) -> Obs:
         return trees.named(obs) if self._nested else obs
+
+    def _shown(self, obs: Any) -> Obs:
+        return obs[:, -1] if self.newest_only else self._flat(obs)
 
     def _count(self, reward: Array, valid: Array) -> None:
         """Statistics are our own: Gymnasium's wrapper has lost steps in some modes and versions."""
@@ -292,6 +316,86 @@ class VectorAdapter(VecAdapter):
         if self._seed_style == "array":
             return np.array(seeds)
         return seeds[0]
+
+
+class Groups(VecAdapter):
+    """Several adapters as one, their sub-environments numbered through; `step` steps all of them.
+    Whoever wants some of them on their way while others wait steps `parts` by themselves."""
+
+    def __init__(self, parts: Sequence[VectorAdapter], **common: Any) -> None:
+        first, count = parts[0], sum(part.num_envs for part in parts)
+        super().__init__(first.observation_space, first.action_space, count, **common)
+        self.parts = list(parts)
+        ends = np.cumsum([part.num_envs for part in parts]).tolist()
+        self.slices = [slice(end - part.num_envs, end) for part, end in zip(parts, ends, strict=True)]
+        self._number_parts()
+
+    def number_from(self, first: int) -> None:
+        super().number_from(first)
+        self._number_parts()
+
+    def _number_parts(self) -> None:
+        for part, where in zip(self.parts, self.slices, strict=True):
+            part._seed_of, part._first = self._seed_of[where], self._first + where.start
+
+    def reset(self, out: Obs | None = None) -> Obs:
+        obs = self.blank().obs if out is None else out
+        for part, where in zip(self.parts, self.slices, strict=True):
+            part.log_info = self.log_info
+            part.reset(trees.take(obs, where))
+        self._running = True
+        return obs
+
+    def step(self, actions: Array, out: Step | None = None) -> Step:
+        row = self.blank() if out is None else out
+        if len(actions) != self.num_envs:
+            raise ConfigError(f"{len(actions)} actions for {self.num_envs} envs")
+        for part, where in zip(self.parts, self.slices, strict=True):
+            part.send(actions[where])
+        row.finals, row.episodes = [], []
+        for part, where in zip(self.parts, self.slices, strict=True):
+            got = part.recv(part_of(row, where))
+            row.finals += [Final(f.env + where.start, f.obs) for f in got.finals]
+            row.episodes += [e._replace(env=e.env + where.start) for e in got.episodes]
+        return row
+
+    def blank(self) -> Step:
+        row = super().blank()
+        row.obs = trees.concat([part.blank().obs for part in self.parts])
+        return row
+
+    def set_attribute(self, name: str, value: Any) -> None:
+        for part in self.parts:
+            part.set_attribute(name, value)
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+        self._running = False
+
+    @property
+    def clock(self) -> int:
+        return self.parts[0].clock
+
+    @property
+    def episodes_begun(self) -> list[int]:
+        return [count for part in self.parts for count in part.episodes_begun]
+
+    def continue_from(self, episodes_begun: Sequence[int]) -> None:
+        super().continue_from(episodes_begun)
+        for part, where in zip(self.parts, self.slices, strict=True):
+            part.continue_from(episodes_begun[where])
+
+    def state(self, obs: Obs) -> dict[str, Any]:
+        return {"begun": self.episodes_begun}
+
+
+def part_of(row: Step, where: slice) -> Step:
+    """The row of some of the sub-environments: views."""
+    return Step(
+        obs=trees.take(row.obs, where), reward=row.reward[where],
+        terminated=row.terminated[where], truncated=row.truncated[where], valid=row.valid[where],
+    )  # fmt: skip
 
 
 def _seed_style(env: VectorEnv) -> SeedStyle:

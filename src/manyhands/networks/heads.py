@@ -94,6 +94,12 @@ class Categorical:
         clock = torch.empty_like(parameters).exponential_(generator=generator)
         return (parameters - clock.log_()).argmax(-1) + self.start
 
+    def choose(self, parameters: Tensor, chance: Tensor) -> Tensor:
+        """The choices that numbers [N], drawn evenly from 0 to 1 elsewhere, stand for: those of
+        numpy_distributions.py."""
+        below = (parameters - parameters.amax(-1, keepdim=True)).exp().cumsum(-1)
+        return (below <= chance.unsqueeze(-1) * below[..., -1:]).sum(-1) + self.start
+
     def mode(self, parameters: Tensor) -> Tensor:
         return parameters.argmax(-1) + self.start
 

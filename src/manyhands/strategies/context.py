@@ -143,8 +143,8 @@ class Context:
             data = self.group.all_gather({"policy": data})["policy"]
         return arrays_of(data.tobytes())
 
-    def make_envs(self) -> tuple[VecAdapter, EnvNoise]:
-        """This worker's environments, and the chance in its actions.
+    def make_envs(self, **more: Any) -> tuple[VecAdapter, EnvNoise]:
+        """This worker's environments, and the chance in its actions; `more` goes to `make_vec`.
 
         CRUCIAL: a worker that was restarted, or a session, has a root seed of its own, so that no
         episode is played twice.
@@ -167,7 +167,7 @@ class Context:
             seed=seed,
             worker=self.rank,
             box_actions=run.box_actions,
-            **run.env_kwargs | self._threads(),
+            **run.env_kwargs | self._threads() | more,
         )
         self.envs.number_from(first)
         self.envs.log_info = run.log_info
