@@ -178,7 +178,9 @@ def _cuda_graph(
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    with torch.cuda.graph(graph):
+    # Of the same priority as those that are called: a graph's kernels have that of its capture.
+    stream = torch.cuda.Stream(priority=torch.cuda.current_stream().priority)  # type: ignore[no-untyped-call]
+    with torch.cuda.graph(graph, stream=stream):
         function()
     return graph.replay
 

@@ -1,24 +1,34 @@
 """Emulators on the host and all else on the device: the same rollouts, updates and runs as when
-everything goes through the host. No GPU is needed: the device is the CPU here, but where CUDA is."""
+everything goes through the host. No GPU is needed: without one the device is the CPU."""
 
 from __future__ import annotations
 
+import json
+import signal
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from training_programs import as_in_a_worker
 
 from manyhands import devices, resume, train
+from manyhands.algorithms.base import Alone
+from manyhands.algorithms.registry import SPECS
 from manyhands.collect.emulators import EmulatorCollector, Stacks
 from manyhands.collect.rollout import Collector
+from manyhands.config import build, validate
+from manyhands.engines import stopping
 from manyhands.envs import make_vec
 from manyhands.envs.make import shows_frames
+from manyhands.errors import ConfigError
 from manyhands.math.running_stats import Normaliser
 from manyhands.networks.build import build_actor_critic, to_tensor
 from manyhands.networks.heads import Categorical
 from manyhands.networks.numpy_distributions import sample
+from manyhands.policy import build_model, build_normaliser
+from manyhands.run import Paused
 from manyhands.streams import EnvNoise
 from manyhands.types import Acted
 
@@ -99,17 +109,17 @@ def test_two_groups_are_one_group_and_starting_early_changes_nothing() -> None:
     one, two = on_device(10, groups=1), on_device(10, groups=2)
     for _ in range(3):
         (found, _), (other, _) = one.collect(), two.collect()
-        two.start()
         assert torch.equal(found.obs.frames, other.obs.frames)
         assert torch.equal(found.action, other.action)
         torch.testing.assert_close(found.logp, other.logp, atol=1e-5, rtol=0)
         assert torch.equal(found.truncated, other.truncated)
+        two.start()
     for collector in (one, two):
         collector.envs.close()
 
 
 def test_groups_step_as_one_where_nobody_takes_them_apart() -> None:
-    whole, parts = (make_vec("ALE/Pong-v5", ENVS, groups=n, **PONG) for n in (1, 2))
+    whole, parts = (make_vec("ALE/Pong-v5", ENVS, groups=n, **PONG) for n in (0, 2))
     np.testing.assert_array_equal(whole.reset(), parts.reset())
     rng = np.random.default_rng(1)
     episodes = 0
@@ -203,7 +213,7 @@ def test_a_run_ends_with_the_weights_of_one_on_the_cpu(
 
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize(
-    ("algorithm", "options"), [("ppo", {"minibatch": 20, "epochs": 2}), ("impala", {})]
+    ("algorithm", "options"), [("ppo", {"minibatch": 16, "epochs": 2}), ("impala", {})]
 )
 def test_a_run_repeats_to_the_bit_and_is_resumed(
     algorithm: str, options: dict[str, Any], tmp_path: Any
@@ -223,3 +233,102 @@ def test_a_run_repeats_to_the_bit_and_is_resumed(
     assert episodes(tmp_path / "a") == episodes(tmp_path / "b")
     events = (tmp_path / "a/events.jsonl").read_text()
     assert "resumes at an episode boundary" in events
+
+
+# -- overlap ---------------------------------------------------------------------------------------
+
+
+def with_one_update_of_lag(algorithm: str, updates: int, options: dict[str, Any]) -> Any:
+    """The serial program: two sets of weights, those that act and those that learn."""
+    experiment = build(algorithm, **options)
+    envs = make_vec(options["env"], ENVS, seed=experiment.run.seed, **options["env_kwargs"])
+    envs.number_from(0)
+    spaces = envs.observation_space, envs.action_space
+    learner, actor = (
+        SPECS[algorithm].load()(build_model(experiment, *spaces), experiment.options, seed=1)
+        for _ in range(2)
+    )
+    normaliser = build_normaliser(experiment, spaces[0])
+    noise = EnvNoise(experiment.run.seed, 0, ENVS)
+    collector = Collector(envs, actor.actor, 16, noise, normaliser)
+    waiting = None
+    for k in range(updates + 1):
+        actor.flat.data.copy_(learner.flat.data)
+        batch = None
+        if k < updates:
+            rows = actor.prepare(collector.collect())
+            batch = {name: np.array(column) for name, column in rows.items()}
+            normaliser.synchronise(None)
+        if waiting is not None:
+            learner.update(waiting, Alone(), k / updates)
+        waiting = batch
+    envs.close()
+    return learner.flat.data
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(("algorithm", "options"), KINDS[:2])
+def test_with_overlap_every_rollout_is_learned_from_one_update_late(
+    algorithm: str, options: dict[str, Any], tmp_path: Any
+) -> None:
+    updates = 3
+    run = RUN | options | {"learning_rate": "linear:1e-4"}
+    with as_in_a_worker():
+        expected = with_one_update_of_lag(algorithm, updates, run)
+    late = run | {"device": "cuda", "overlap": True, "quiet": True}
+    result = train(algorithm, run_dir=str(tmp_path / "a"), **late)
+    found = torch.cat([
+        torch.from_numpy(value).flatten() for value in in_order(tmp_path / "a", algorithm, run)
+    ])  # fmt: skip
+    torch.testing.assert_close(found, expected, atol=3e-5, rtol=0)
+    lines = [json.loads(x) for x in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
+    assert [line["lag"] for line in lines] == [0.0, 1.0, 1.0]
+    assert result.summary["updates"] == updates
+    assert result.summary["env_steps"] == RUN["steps"]
+
+
+def in_order(folder: Any, algorithm: str, run: dict[str, Any]) -> list[Any]:
+    """A run's weights as they lie in the flat parameters."""
+    envs = make_vec(run["env"], 1)
+    experiment = build(algorithm, **run)
+    model = build_model(experiment, envs.observation_space, envs.action_space)
+    envs.close()
+    found = weights(folder)
+    return [found[f"model/{name}"] for name, _ in model.named_parameters()]
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_rollout_that_waits_is_in_the_checkpoint(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RUN | ONE_PASS | {"device": "cuda", "overlap": True, "quiet": True}
+    looks = [0, 0]
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        with monkeypatch.context() as stopped, pytest.raises(Paused):
+            signals = iter([*looks, signal.SIGINT])
+            stopped.setattr(stopping, "asked", lambda signals=signals: next(signals, 0))
+            train("ppo", run_dir=str(folder), **run | {"steps": 5 * 16 * ENVS})
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        assert len(lines) == len(looks)  # of three rollouts two have been learned from
+        result = resume(folder)
+        assert result.summary["updates"] == 5
+        assert result.summary["env_steps"] == 5 * 16 * ENVS
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["lag"] for line in lines] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert (tmp_path / "a/policy.safetensors").read_bytes() == (
+        tmp_path / "b/policy.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [("ppo", {"device": "cpu"}), ("ppo", {"kl_penalty": True}), ("impala", {}),
+     ("ppo", {"env": "CartPole-v1", "env_kwargs": {}, "shared_network": False})],
+)  # fmt: skip
+@pytest.mark.usefixtures("simulated")
+def test_what_cannot_overlap_on_one_worker_is_refused(
+    algorithm: str, options: dict[str, Any]
+) -> None:
+    asked = RUN | {"device": "cuda", "overlap": True} | options
+    with pytest.raises(ConfigError, match=r"overlap on one worker is for ppo and a2c"):
+        validate.check(build(algorithm, **asked))

@@ -133,8 +133,11 @@ def test_batch_arithmetic(algorithm: str, options: dict[str, Any], actors: int, 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"overlap": True}, "overlap is for strategy gather, and this is single; type: "
-         "--strategy gather, or leave --overlap out"),
+        ({"overlap": True, "strategy": "allreduce"}, "overlap is for strategies single and gather, "
+         "and this is allreduce; type: --strategy single or gather, or leave --overlap out"),
+        ({"overlap": True}, "overlap on one worker is for ppo and a2c on ALE's images with a GPU "
+         "(--device cuda), without lstm, kl_penalty and a critic of its own; type: --strategy "
+         "gather, or leave --overlap out"),
         ({"overlap": True, "strategy": "gather"}, "overlap needs one worker that learns and others "
          "that act, and has 1; type: --workers 2, or more"),
         ({"learners": 2}, "learners=2 is for strategies apex and actor_learner, and this is "

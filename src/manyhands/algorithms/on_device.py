@@ -5,7 +5,8 @@
 
 The same update as `Algorithm.prepare` and `descend` make, with one worker: the same loss, the same
 clip, the same Adam. Nothing is read back but what is reported, once an update and when it is asked
-for (with `--target-kl` the KL of each minibatch, which may end the update). On a GPU a gradient step is one CUDA graph.
+for (with `--target-kl` the KL of each minibatch, which may end the update). On a GPU a gradient
+step is one CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from manyhands import devices, seeding
 from manyhands.algorithms.base import PolicyGradient
 from manyhands.algorithms.impala import IMPALA
+from manyhands.algorithms.registry import HOST_ONLY
 from manyhands.collect.on_device import TensorRollout
 from manyhands.math.optimiser import check_gradient, make_schedule
 from manyhands.math.returns import gae_of_tensors
@@ -28,9 +30,8 @@ from manyhands.types import Batch, Info
 
 def fits(algorithm: type[Any], options: Any) -> bool:
     """Whether this algorithm, with these options, learns on the device from end to end."""
-    others = ("lstm", "critic_learning_rate", "critic_epochs", "kl_penalty", "replay")
     return getattr(algorithm, "on_device", False) and not any(
-        getattr(options, name, 0) for name in others
+        getattr(options, name, 0) for name in HOST_ONLY
     )
 
 

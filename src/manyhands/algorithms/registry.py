@@ -24,6 +24,10 @@ from manyhands.errors import ConfigError
 # -- options ---------------------------------------------------------------------------------------
 
 
+# Options that algorithms/on_device.py has nothing for.
+HOST_ONLY = ("lstm", "critic_learning_rate", "critic_epochs", "kl_penalty", "replay")
+
+
 @dataclass(frozen=True)
 class A2CConfig:
     ROLLOUT_LENGTH: ClassVar[int] = 8

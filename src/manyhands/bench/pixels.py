@@ -1,12 +1,16 @@
 """Pong from pixels, learning on: the emulator's limit, ours by strategy, and Stable-Baselines3
 
 One setting for all: 8 environments x 128 steps = 1,024 an update, minibatches of 256, 4 epochs, the
-Nature CNN shared by policy and value, no GPU. The limit is ALE's own C++ vector environment with a
-thread for each core and random actions: nobody who steps it can be faster. IMPALA learns from each
-row once, PPO four times; it stands there to show what actors and a learner make of the machine. The
-peer is measured where it can be imported (pip install --target DIR stable-baselines3
+Nature CNN shared by policy and value, on the CPU. The limit is ALE's own C++ vector environment
+with a thread for each core and random actions: nobody who steps it can be faster. IMPALA learns
+from each row once, PPO four times; it stands there to show what actors and a learner make of the
+machine. The peer is measured where it can be imported (pip install --target DIR stable-baselines3
 opencv-python-headless; PYTHONPATH=DIR), with one torch thread and with one for each core; the
 better of the two counts.
+
+With a GPU, three more: one worker whose rollout stays there, with 16 environments for each core, so
+that two groups of 8 take turns; IMPALA, PPO, and PPO that learns while it collects. How much of the
+limit they reach is a claim of its own.
 
 They take turns, round after round; reported are medians over rounds, and ratios of runs of one
 round: whatever else the machine does then hits all alike. Starting and the first update are not
@@ -29,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from manyhands import devices
 from manyhands.bench._tools import (
     Claim,
     OtherPrograms,
@@ -50,7 +55,7 @@ ENV = "ALE/Pong-v5"
 LIMIT = "the emulator alone"
 PEER = "stable-baselines3"
 TARGET = 2.5  # times the peer's speed
-_EMULATED = 4000  # steps of the limit
+_EMULATED = 4000  # steps of the limit, for every two cores
 
 # name in the table -> algorithm, workers, strategy
 OURS = {
@@ -59,6 +64,15 @@ OURS = {
     "manyhands ppo, 2 workers, gather": ("ppo", 2, "gather"),
     "manyhands impala, 2 actors, actor_learner": ("impala", 3, "actor_learner"),
 }
+
+# The same on a GPU: name -> algorithm, rollout length, options, and the share of the limit that it
+# is to reach.
+ON_GPU: dict[str, tuple[str, int, tuple[str, ...], float]] = {
+    "manyhands impala, 1 worker, GPU": ("impala", 32, (), 0.85),
+    "manyhands ppo, 1 worker, GPU": ("ppo", 64, (), 0.7),
+    "manyhands ppo, 1 worker, GPU, overlap": ("ppo", 64, ("--overlap",), 0.7),
+}
+_GPU_UPDATES, _GPU_MINIBATCH = 12, 2048
 
 Run = dict[str, Any]
 
@@ -82,6 +96,8 @@ def measure(options: Namespace) -> dict[str, Any]:
     contestants: dict[str, Callable[[int], float]] = {LIMIT: _emulated}
     for name, what in OURS.items():
         contestants[name] = _contestant(steps, *what)
+    for name, (algorithm, length, more, _) in ON_GPU.items() if devices.present() else ():
+        contestants[name] = _on_gpu(algorithm, length, *more)
     missing = "not asked for" if options.no_peer else _why_no_peer()
     if not missing:
         for threads in sorted({1, len(os.sched_getaffinity(0))}):
@@ -121,35 +137,52 @@ def _emulated(seed: int) -> float:
         row = envs.blank()
         for actions in chosen[:10]:
             envs.step(actions, row)
-        began, calls = time.perf_counter(), _EMULATED // envs.num_envs
-        for actions in chosen[:calls]:
-            envs.step(actions, row)
+        began, calls = time.perf_counter(), _EMULATED * cores // 2 // envs.num_envs
+        for number in range(calls):
+            envs.step(chosen[number % _EMULATED], row)
         return calls * envs.num_envs / (time.perf_counter() - began)
     finally:
         envs.close()
 
 
 def _contestant(steps: int, algorithm: str, workers: int, strategy: str) -> Callable[[int], float]:
-    def run(seed: int) -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "run")
-            options: dict[str, Any] = {
-                "env": ENV, "workers": workers, "strategy": strategy, "num-envs": ENVS,
-                "rollout-length": LENGTH, "learning-rate": 2.5e-4, "entropy-weight": 0.01,
-                "steps": BATCH + steps, "seed": seed, "run-dir": path,
-            }  # fmt: skip
-            if algorithm == "ppo":
-                options |= {"minibatch": MINIBATCH, "epochs": EPOCHS, "clip": 0.1}
-            else:
-                options |= {"unrolls": 1, "rollout-length": 32}
-            words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-            words += ["--shared-network", "--no-normalize-rewards", "--quiet", "--no-tensorboard"]
-            output_of([sys.executable, "-m", "manyhands.cli.main", "train", algorithm, *words])
-            lines = (path / "metrics.jsonl").read_text().splitlines()
-        found = timed([json.loads(line) for line in lines], BATCH)
-        return float(found["steps"] / found["seconds"])
+    options: dict[str, Any] = {
+        "workers": workers, "strategy": strategy, "num-envs": ENVS, "rollout-length": LENGTH,
+        "steps": BATCH + steps,
+    }  # fmt: skip
+    if algorithm == "ppo":
+        options |= {"minibatch": MINIBATCH}
+    else:
+        options |= {"unrolls": 1, "rollout-length": 32}
+    return lambda seed: _trained(algorithm, options | {"seed": seed}, BATCH)
 
-    return run
+
+def _on_gpu(algorithm: str, length: int, *more: str) -> Callable[[int], float]:
+    envs = 16 * len(os.sched_getaffinity(0))
+    batch = envs * length
+    options: dict[str, Any] = {
+        "workers": 1, "strategy": "single", "num-envs": envs, "rollout-length": length,
+        "steps": 2 * _GPU_UPDATES * batch, "device": "cuda",
+    }  # fmt: skip
+    if algorithm == "ppo":
+        options |= {"minibatch": min(_GPU_MINIBATCH, batch)}
+    # Graphs are made in the first updates, which are not counted.
+    return lambda seed: _trained(algorithm, options | {"seed": seed}, _GPU_UPDATES * batch, *more)
+
+
+def _trained(algorithm: str, options: dict[str, Any], warm_up: int, *more: str) -> float:
+    options |= {"env": ENV, "learning-rate": 2.5e-4, "entropy-weight": 0.01}
+    if algorithm == "ppo":
+        options |= {"epochs": EPOCHS, "clip": 0.1}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words += ["--shared-network", "--no-normalize-rewards", "--quiet", "--no-tensorboard", *more]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run")
+        words += ["--run-dir", str(path)]
+        output_of([sys.executable, "-m", "manyhands.cli.main", "train", algorithm, *words])
+        lines = (path / "metrics.jsonl").read_text().splitlines()
+    found = timed([json.loads(line) for line in lines], warm_up)
+    return float(found["steps"] / found["seconds"])
 
 
 def _why_no_peer() -> str:
@@ -200,10 +233,15 @@ def rows(speeds: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 
 def claims(found: list[dict[str, Any]]) -> list[Claim]:
-    """The best of our PPO runs."""
-    ours = [r["times_peer"] for r in found if "manyhands ppo" in r["name"] and r["times_peer"]]
+    """The best of our PPO runs on the CPU against the peer; those on a GPU against the limit."""
+    cpu = [r for r in found if "manyhands ppo" in r["name"] and r["name"] not in ON_GPU]
+    ours = [r["times_peer"] for r in cpu if r["times_peer"]]
     words = f"PPO on Pong from pixels on {len(os.sched_getaffinity(0))} cores, times {PEER}"
-    return [Claim(words, max(ours), TARGET)] if ours else []
+    shares = [
+        Claim(f"{r['name']}, share of the emulator alone", r["of_limit"], ON_GPU[r["name"]][-1])
+        for r in found if r["name"] in ON_GPU
+    ]  # fmt: skip
+    return [Claim(words, max(ours), TARGET), *shares] if ours else shares
 
 
 def table(facts: dict[str, Any]) -> list[str]:

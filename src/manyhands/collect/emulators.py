@@ -15,6 +15,7 @@ On a GPU what the policy does for a group, and where its frames go, are CUDA gra
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,11 @@ class Stacks:
         tickets = self._tickets[rows]
         return self._kept.index_select(0, tickets.flatten()).unflatten(0, tickets.shape)
 
+    @property
+    def kept(self) -> list[Tensor]:
+        """What rows are made of."""
+        return [self._kept, self._tickets]
+
     def settle(self) -> None:
         """All frames are there: what each stack shows is worked out."""
         begins = self.first.unfold(0, self.depth, 1).to(torch.int64)
@@ -65,6 +71,22 @@ class Stacks:
         """What was the last observation is the first one."""
         self.frames[: self.depth] = self.frames[self.length :].clone()
         self.first[: self.depth] = self.first[self.length :].clone()
+
+
+def tensors_of(rollout: TensorRollout) -> list[Tensor]:
+    """All that a learner reads of it."""
+    stacks, *columns = rollout
+    return [*stacks.kept, *columns]
+
+
+def room_for(rollout: TensorRollout) -> TensorRollout:
+    """Room for a copy of it."""
+    return copy.deepcopy(rollout)
+
+
+def copied(room: TensorRollout, rollout: TensorRollout) -> None:
+    for to, column in zip(tensors_of(room), tensors_of(rollout), strict=True):
+        to.copy_(column)
 
 
 class EmulatorCollector:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from manyhands import devices, support
-from manyhands.algorithms.registry import AlgorithmSpec, spec_of
+from manyhands.algorithms.registry import HOST_ONLY, AlgorithmSpec, spec_of
 from manyhands.config import (
     HOOKS,
     Experiment,
@@ -83,6 +83,7 @@ def faults(experiment: Experiment) -> list[str]:
         _names_faults,
         _strategy_faults,
         _replay_faults,
+        _overlap_faults,
         _memory_faults,
         _number_faults,
         _batch_faults,
@@ -294,6 +295,24 @@ def _replay_range_faults(o: Any) -> Iterator[str]:
 
 
 # -- memory ----------------------------------------------------------------------------------------
+
+
+def _overlap_faults(experiment: Experiment) -> Iterator[str]:
+    """On one worker there is something to overlap where emulators are one side, a GPU the other."""
+    from manyhands.envs.make import shows_frames
+
+    run, spec, o = experiment.run, experiment.spec, experiment.options
+    if not run.overlap or run.strategy != "single":
+        return
+    known = spec.name in ("ppo", "a2c") and not any(getattr(o, name, 0) for name in HOST_ONLY)
+    gpu = run.device == "cuda" or (run.device == "auto" and devices.present() > 0)
+    usual = run.collect == "steps" and not run.normalize_observations
+    if not (known and gpu and usual and shows_frames(run.env, run.env_backend, run.env_kwargs)):
+        yield (
+            "overlap on one worker is for ppo and a2c on ALE's images with a GPU (--device cuda), "
+            "without lstm, kl_penalty and a critic of its own; type: --strategy gather, or leave "
+            "--overlap out"
+        )
 
 
 def _memory_faults(experiment: Experiment) -> Iterator[str]:

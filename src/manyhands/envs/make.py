@@ -343,7 +343,7 @@ def make_atari(
     episodic_life: bool = False,
     reward_clip: float | None = 1.0,
     num_threads: int = 1,
-    groups: int = 1,
+    groups: int = 0,
     **env_kwargs: Any,
 ) -> VecAdapter:
     """Atari games behind the adapter.
@@ -357,7 +357,8 @@ def make_atari(
         episodic_life: end the episode (as terminated) when a life is lost; images only.
         reward_clip: the learner's rewards are cut to ±reward_clip; None leaves them.
         num_threads: ALE's threads in this worker, as EnvPool's.
-        groups: so many vector envs instead of one, with threads each: `Groups`.
+        groups: so many vector envs, each with its threads, that can be stepped by themselves:
+            `Groups`; 0: one vector env.
         env_kwargs: handed to ale-py.
         seed, worker, box_actions, check_finite: as for `make_vec`.
     """
@@ -410,7 +411,7 @@ def make_atari(
         )
         return VectorAdapter(vector, seed_style="array", episode_seeds=False, **common)
 
-    if groups <= 1:
+    if not groups:
         return part(num_envs)
     counts = [len(some) for some in np.array_split(np.arange(num_envs), groups) if len(some)]
     common["seed"] = secrets.randbits(31) if seed is None else seed

@@ -323,11 +323,11 @@ class Groups(VecAdapter):
     Whoever wants some of them on their way while others wait steps `parts` by themselves."""
 
     def __init__(self, parts: Sequence[VectorAdapter], **common: Any) -> None:
-        first, count = parts[0], sum(part.num_envs for part in parts)
-        super().__init__(first.observation_space, first.action_space, count, **common)
+        first, counts = parts[0], [part.num_envs for part in parts]
+        super().__init__(first.observation_space, first.action_space, sum(counts), **common)
         self.parts = list(parts)
-        ends = np.cumsum([part.num_envs for part in parts]).tolist()
-        self.slices = [slice(end - part.num_envs, end) for part, end in zip(parts, ends, strict=True)]
+        ends = np.cumsum(counts).tolist()
+        self.slices = [slice(end - n, end) for n, end in zip(counts, ends, strict=True)]
         self._number_parts()
 
     def number_from(self, first: int) -> None:

@@ -307,6 +307,7 @@ _ALL = (
         model="manyhands.strategies.simulate:single",
         part="manyhands.strategies.single:part",
         one_worker=True,
+        options=("overlap",),
         faults=_single_faults,
     ),
     StrategySpec(

@@ -4,9 +4,7 @@ identity, and a run repeats to the bit.
     PPO, A2C, TRPO   envs ─► rollout ─► update ─► the next rollout
     PPO, A2C with environments that are tensors: the same, and nothing leaves the device
     IMPALA           envs ─► unrolls ─► update ─► the next unrolls
-    PPO, A2C, IMPALA with emulators and a GPU: frames go there, actions come back, and all the
-                     rest stays there; half of the emulators run while the policy acts for the
-                     others (collect/emulators.py)
+    PPO, A2C, IMPALA with emulators and a GPU: emulators.py
     from a replay    envs ─► n-step transitions ─► replay ─► so many gradient steps for each
                       ▲                               ▲     environment step
                       └────────── the same weights ───┴─ priorities ─┘
@@ -24,15 +22,12 @@ import torch
 
 from manyhands.algorithms.base import Alone, PolicyGradient
 from manyhands.algorithms.impala import IMPALA
-from manyhands.algorithms.on_device import TensorLearner, TraceLearner, fits
-from manyhands.collect.emulators import GROUPS, EmulatorCollector
+from manyhands.algorithms.on_device import TensorLearner, fits
 from manyhands.collect.on_device import TensorCollector
 from manyhands.collect.unroll import Unroll, joined
-from manyhands.envs.make import shows_frames
 from manyhands.envs.tensors import TensorEnvs
-from manyhands.envs.vector import Groups
 from manyhands.replay.buffer import PrioritizedReplay
-from manyhands.strategies import experience
+from manyhands.strategies import emulators, experience
 from manyhands.strategies.actor_learner import UnrollReplay
 from manyhands.strategies.allreduce import Replica
 from manyhands.strategies.context import Context, Part
@@ -51,8 +46,9 @@ def run(context: Context, progress: RunProgress) -> None:
 
 
 def part(context: Context, progress: RunProgress) -> Part:
-    if frames_to_device(context):
-        return EmulatorWorker(context, progress)
+    if emulators.fit(context):
+        overlap = context.experiment.run.overlap
+        return (emulators.Overlapped if overlap else emulators.InTurn)(context, progress)
     match context.learns_from:
         case "rollout":
             experiment = context.experiment
@@ -64,19 +60,6 @@ def part(context: Context, progress: RunProgress) -> Part:
             return UnrollWorker(context, progress)
         case _:
             return ReplayWorker(context, progress)
-
-
-def frames_to_device(context: Context) -> bool:
-    """Whether frames of emulators go to a GPU one by one, and the rollout stays there."""
-    experiment, run = context.experiment, context.experiment.run
-    return (
-        context.seat.device != "cpu"
-        and run.collect == "steps"
-        and run.unrolls_per_update == 1
-        and not run.normalize_observations
-        and shows_frames(run.env, run.env_backend, run.env_kwargs)
-        and fits(experiment.spec.load(), experiment.options)
-    )
 
 
 class DeviceWorker(Part):
@@ -122,79 +105,6 @@ class DeviceWorker(Part):
         rows[:, :3], rows[:, 3], rows[:, 4:] = finished.last, context.rank, np.nan
         progress.took(rollout.reward.numel(), rows)
         progress.close_update(info)
-
-    def _say(self, text: str) -> None:
-        self.progress.records.note([text])
-
-
-class EmulatorWorker(Part):
-    """Emulators on the cores of the host, all else on the device. The first step of a rollout is on
-    its way before the numbers of the update before it are asked for."""
-
-    def __init__(self, context: Context, progress: RunProgress) -> None:
-        self.context, self.progress = context, progress
-        run = context.experiment.run
-        with context.phases("starting"):
-            envs, noise = context.make_envs(groups=min(GROUPS, run.envs_per_worker))
-            assert isinstance(envs, Groups)
-            if context.synchronous:
-                context.build((envs.observation_space, envs.action_space))
-        algorithm = context.algorithm
-        assert isinstance(algorithm, PolicyGradient)
-        self._collector = EmulatorCollector(
-            envs, algorithm.model, run.rollout_length, noise, context.normaliser, algorithm.device,
-            say=self._say,
-        )  # fmt: skip
-        learner = TraceLearner if isinstance(algorithm, IMPALA) else TensorLearner
-        self._learner = learner(algorithm, self._collector.rollout, seed=run.seed, say=self._say)
-        if not context.synchronous:
-            progress.begin(self)
-            return
-        keeper = EveryWorker(context, self._collector)
-        keeper.extra = self._generator
-        progress.begin(keeper)
-        if keeper.loaded is not None:  # a run that began on the CPU has none
-            self._load_generator(keeper.loaded)
-
-    def goes_on(self) -> bool:
-        return self.progress.goes_on()
-
-    def update(self) -> None:
-        context, progress, learner = self.context, self.progress, self._learner
-        with context.phases("rollout"):
-            rollout, episodes = self._collector.collect()
-        if not context.synchronous:
-            progress.learned(0)
-        with context.phases("optimisation"):
-            learner.launch(progress.fraction)
-        steps = rollout.reward.numel()
-        if progress.steps + steps < context.experiment.run.steps:
-            with context.phases("rollout"):
-                self._collector.start()
-        with context.phases("optimisation"):
-            info = learner.report()
-        progress.took(steps, episode_rows(context, episodes))
-        progress.close_update(info)
-
-    def state(self) -> dict[str, Any]:
-        """Of IMPALA's runs; those of the others are kept by `EveryWorker`."""
-        worker = {"collector": self._collector.state(), "extra": self._generator()}
-        return {"worker": worker} | process_state(self.context)
-
-    def load_state(self, state: dict[str, Any]) -> list[str]:
-        worker = state["worker"]
-        self.context.session = int(state["crew"]["session"])
-        notes = self._collector.load_state(worker["collector"])
-        self._load_generator(worker.get("extra") or {})
-        load_process_state(self.context, state)
-        return notes
-
-    def _generator(self) -> dict[str, Any]:
-        return {"minibatches": self._learner.generator.get_state().numpy()}
-
-    def _load_generator(self, kept: dict[str, Any]) -> None:
-        if "minibatches" in kept:
-            self._learner.generator.set_state(torch.as_tensor(np.array(kept["minibatches"])))
 
     def _say(self, text: str) -> None:
         self.progress.records.note([text])
