@@ -71,7 +71,7 @@ _NOT_HERE = {
     "address": "the launcher decides it: manyhands launch --address A",
     "num_envs": "it follows from the environments that the agent is given",
     "env_backend": "you make the environments yourself",
-    "overlap": "it belongs to strategy gather, which `manyhands train` has",
+    "overlap": "it belongs to strategies single and gather of `manyhands train`",
     "run_dir": "agent.save(DIR) writes the policy",
     "checkpoint_seconds": "agent.save(DIR) writes the policy",
     "timeout": "it is an argument of mh.Parallel(timeout=...)",

@@ -69,8 +69,9 @@ class RunConfig:
     batch_steps: int = 0
     """With collect=episodes: whole episodes until there are so many steps in all."""
     overlap: bool = False
-    """With strategy={its}: the main worker only learns, while the others collect the next batch
-    with weights that are exactly one update old."""
+    """With strategy={its}: learn while the next batch is collected, with weights that are exactly
+    one update old. With gather the main worker only learns; on one worker it takes a GPU and ALE's
+    images."""
     learners: int = 1
     """With strategy={its}: how many of the workers learn; the others act."""
     unrolls: int = 0

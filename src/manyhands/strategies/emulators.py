@@ -57,6 +57,11 @@ def fit(context: Context) -> bool:
     )
 
 
+def part(context: Context, progress: RunProgress) -> Part:
+    overlap = context.experiment.run.overlap
+    return (Overlapped if overlap else InTurn)(context, progress)
+
+
 class InTurn(Part):
     """A rollout, then the update. The first step of a rollout is on its way before the numbers of
     the update before it are asked for."""

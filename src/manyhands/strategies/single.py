@@ -42,13 +42,10 @@ from manyhands.types import Info
 
 
 def run(context: Context, progress: RunProgress) -> None:
-    part(context, progress).run()
+    (emulators.part if emulators.fit(context) else part)(context, progress).run()
 
 
 def part(context: Context, progress: RunProgress) -> Part:
-    if emulators.fit(context):
-        overlap = context.experiment.run.overlap
-        return (emulators.Overlapped if overlap else emulators.InTurn)(context, progress)
     match context.learns_from:
         case "rollout":
             experiment = context.experiment
