@@ -1,15 +1,19 @@
-"""collectives of every engine between two workers, beside raw gloo and memcpy
+"""collectives of every engine between two workers or more, beside raw gloo and memcpy
 
 Each engine is started once. In that one run its measurements take turns, round after round, so
 that whatever else the machine does hits all of them alike; only ratios of numbers from the same
 run mean anything. The yardsticks run in the same processes: np.copyto of 64 MB in the main worker
-while the other waits, and (beside the local engine) torch.distributed's gloo all_reduce.
+while the others wait, and (beside the local engine) torch.distributed's gloo all_reduce.
+
+Beside the time of a call stands the processor time that it costs a worker, waiting included: with
+as many workers as cores the first is what counts; with more, the second.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
@@ -30,14 +34,14 @@ from manyhands.engines.launch import launch
 from manyhands.errors import ConfigError, ManyhandsError
 
 FLOATS = 10_000
-PART_BYTES = 32 << 20  # of each of two workers
+PART_BYTES = 32 << 20  # of each of two workers; of more, as much less
 BROADCAST_BYTES = 1 << 20
 ROUNDS = 12
 WARM_UP = 2  # rounds that are not counted: memory is touched, connections are made
 
 # measurement -> calls in one round; the large ones are long enough by themselves
-REPEATS = {"mean": 40, "gloo": 40, "barrier": 40, "exchange": 40, "broadcast": 10, "gather": 2,
-           "memcpy": 2}  # fmt: skip
+REPEATS = {"mean": 40, "one": 40, "gloo": 40, "barrier": 40, "exchange": 40, "broadcast": 10,
+           "gather": 2, "memcpy": 2}  # fmt: skip
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -46,6 +50,13 @@ def add_options(parser: ArgumentParser) -> None:
         default=",".join(ENGINES),
         metavar="A,B,...",
         help="which engines (default: all that are installed: %(default)s)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=2,
+        metavar="N",
+        help="how many meet (default: %(default)s); claims are about two",
     )
     parser.add_argument(
         "--rounds",
@@ -60,21 +71,30 @@ def measure(options: Namespace) -> dict[str, Any]:
     chosen = engines_in(options.engines, ENGINES)
     if options.rounds < 1:
         raise ConfigError(f"--rounds {options.rounds}: at least 1 is needed")
-    facts: dict[str, Any] = {"benchmark": "collectives", "machine": fingerprint(), "engines": {}}
+    if options.workers < 2:
+        raise ConfigError(f"--workers {options.workers}: it takes at least 2 to meet")
+    facts: dict[str, Any] = {
+        "benchmark": "collectives",
+        "machine": fingerprint(),
+        "workers": options.workers,
+        "engines": {},
+    }
     for engine in chosen:
-        facts["engines"][engine] = _engine(engine, options.rounds)
-    facts["claims"] = [c.facts for c in claims(facts["engines"])]
+        facts["engines"][engine] = _engine(engine, options.workers, options.rounds)
+    judged = claims(facts["engines"]) if options.workers == 2 else []
+    facts["claims"] = [c.facts for c in judged]
     return facts
 
 
-def _engine(engine: str, rounds: int) -> dict[str, Any]:
+def _engine(engine: str, workers: int, rounds: int) -> dict[str, Any]:
     """Medians of one engine, or the reason why there are none."""
     if reason := missing_package(engine):
         return {"missing": reason}
     with tempfile.TemporaryDirectory() as folder:
         meeting = os.path.join(folder, "gloo") if engine == "local" else ""
         try:
-            return dict(launch(work, meeting, rounds, workers=2, engine=engine, timeout=60)[0])
+            found = launch(work, meeting, rounds, workers=workers, engine=engine, timeout=60)
+            return dict(found[0])
         except ManyhandsError as error:
             return {"missing": " ".join(str(error).split())[-300:]}  # its end says what it was
 
@@ -88,29 +108,34 @@ def work(meeting: str, rounds: int) -> dict[str, float]:
     if meeting:
         actions["gloo"] = _gloo(meeting, par.rank, par.size)
     taken: dict[str, list[float]] = {name: [] for name in actions}
+    used: dict[str, list[float]] = {name: [] for name in actions}  # processor time of a call
     for number in range(WARM_UP + rounds):
         for name, action in actions.items():
             par.barrier()
+            before = time.thread_time()
             seconds = seconds_of(action, REPEATS[name])
             if number >= WARM_UP:
+                used[name].append((time.thread_time() - before) / REPEATS[name])
                 taken[name] += seconds
     if meeting:
         _leave_gloo()
-    return _in_units({name: median(seconds) for name, seconds in taken.items()})
+    medians = {name: median(seconds) for name, seconds in taken.items()}
+    return _in_units(medians, {name: median(seconds) for name, seconds in used.items()}, par.size)
 
 
 def _actions(par: Any) -> dict[str, Callable[[], Any]]:
     small = np.random.default_rng(par.rank).random(FLOATS, dtype=np.float32)
-    part = np.ones(PART_BYTES, np.uint8)
+    part = np.ones(2 * PART_BYTES // par.size, np.uint8)  # 64 MB in all
     message = np.zeros(BROADCAST_BYTES, np.uint8)
-    source, target = np.ones(2 * PART_BYTES, np.uint8), np.zeros(2 * PART_BYTES, np.uint8)
+    source, target = (np.full(2 * PART_BYTES, i, np.uint8) for i in (1, 0))
 
     def memcpy() -> None:
-        if par.is_main:  # the other goes on to the barrier and waits there
+        if par.is_main:  # the others go on to the barrier and wait there
             np.copyto(target, source)
 
     return {
         "mean": lambda: par.mean(small),
+        "one": lambda: par.mean(1.0),
         "gather": lambda: par.gather(part),
         "memcpy": memcpy,
         "broadcast": lambda: par.broadcast(message),
@@ -142,10 +167,13 @@ def _leave_gloo() -> None:
     dist.destroy_process_group()
 
 
-def _in_units(seconds: dict[str, float]) -> dict[str, float]:
-    both = 2 * PART_BYTES
+def _in_units(seconds: dict[str, float], used: dict[str, float], size: int) -> dict[str, float]:
+    both = 2 * PART_BYTES // size * size
     facts = {
         "mean_us": seconds["mean"] * 1e6,
+        "mean_cpu_us": used["mean"] * 1e6,
+        "one_us": seconds["one"] * 1e6,
+        "one_cpu_us": used["one"] * 1e6,
         "gather_gb_s": both / seconds["gather"] / 1e9,
         "memcpy_gb_s": both / seconds["memcpy"] / 1e9,
         "gather_of_memcpy": seconds["memcpy"] / seconds["gather"],
@@ -175,6 +203,9 @@ def claims(engines: dict[str, Any]) -> list[Claim]:
 
 COLUMNS = {
     "mean_us": ("average 10k", "µs"),
+    "mean_cpu_us": ("its processor", "µs"),
+    "one_us": ("average 1", "µs"),
+    "one_cpu_us": ("its processor", "µs"),
     "gather_gb_s": ("gather 64 MB", "GB/s"),
     "gather_of_memcpy": ("of memcpy", ""),
     "broadcast_us": ("broadcast 1 MB", "µs"),
@@ -184,7 +215,8 @@ COLUMNS = {
 
 
 def table(facts: dict[str, Any]) -> list[str]:
-    rows = [["two workers", *(f"{title} {unit}".strip() for title, unit in COLUMNS.values())]]
+    titles = [f"{title} {unit}".strip() for title, unit in COLUMNS.values()]
+    rows = [[f"{facts['workers']} workers", *titles]]
     reasons, gloo = [], ""
     for engine, row in facts["engines"].items():
         if "missing" in row:

@@ -232,9 +232,7 @@ class LocalTransport(Transport):
     def _shared_out(self, a: Array) -> bool:
         return a.nbytes * max(self.size - 2, 0.5) >= _WORTH_A_MEETING
 
-    def _reduce_large(
-        self, note: bytes, arrays: list[Array], op: str, check: Check
-    ) -> list[Array]:
+    def _reduce_large(self, note: bytes, arrays: list[Array], op: str, check: Check) -> list[Array]:
         """What has no room in the rows comes through the slots."""
         start = self._post(note, arrays)
         self._meet()
