@@ -57,6 +57,29 @@ def test_a_disk_that_is_read_only(frozen_disk: tuple[Path, list[str]]) -> None:
     assert "Read-only" in str(error.value)
 
 
+ODD = ["x" * 255, "a b\tc", "line\nbreak", "ünï 名", os.fsdecode(b"\xff\xfe")]
+IMPOSSIBLE = ["x" * 256, "y/" * 4000, "zero\0byte", "circle", "circle/run", "file", "file/run"]
+
+
+@pytest.mark.parametrize("name", [*ODD, *IMPOSSIBLE], ids=lambda name: repr(name)[:20])
+def test_a_folder_with_an_odd_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It works, or is refused by its name before anything starts."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("circle").symlink_to("circle")
+    before = sorted(os.listdir())
+    if name in ODD:
+        train("a2c", **TINY, steps=64, run_dir=name)
+        assert resume(name, steps=128).summary["env_steps"] == 128
+        return
+    with pytest.raises(ConfigError) as error:
+        train("a2c", **TINY, steps=64, run_dir=name)
+    assert name.partition("\0")[0][:20] in str(error.value)
+    assert sorted(os.listdir()) == before
+
+
 def command(data: bytes, good: bytes, bad: bytes, kind: bytes) -> bytes:
     """A function of Python in place of one that makes something, and what it is to do."""
     assert good in data

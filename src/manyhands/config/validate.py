@@ -732,6 +732,13 @@ def _run_dir_faults(experiment: Experiment) -> Iterator[str]:
             "for a new one: --run-dir with another folder"
         )
         return
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # too long, a circle of links, a zero byte
+        yield f"run_dir {str(path)!r} is no name for a folder: {error}; type: --run-dir with another"
+        return
     there = path
     while not there.exists() and there != there.parent:
         there = there.parent
