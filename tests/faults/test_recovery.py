@@ -245,10 +245,37 @@ def test_a_killed_actor_is_noticed_at_once_and_costs_its_share(tmp_path: Path) -
     (begun,), (back,) = told(folder, "start"), told(folder, "restart")
     at = killed - begun["time"] + begun["wall_seconds"]
     before, without = speed(metrics, at - 4.0, at), speed(metrics, at, back["wall_seconds"])
-    print(f"noticed after {1000 * (fault['time'] - killed):.0f} ms; {before:.0f} steps/s, without it "
-          f"{without:.0f} ({without / before:.0%}) for {back['time'] - killed:.1f} s")  # fmt: skip
+    print(f"noticed after {1000 * (fault['time'] - killed):.0f} ms; {before:.0f} steps/s, without "
+          f"it {without:.0f} ({without / before:.0%}) for {back['time'] - killed:.1f} s")  # fmt: skip
     assert fault["time"] - killed < 1.0  # 0.1 on a machine that is not busy
     assert without > 0.4 * before  # 0.75, if what starts the new one costs nothing
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", SLOW)
+def test_all_that_act_are_killed_at_once(case: str, tmp_path: Path) -> None:
+    """Nobody is left who acts; all are started again, and the run goes on."""
+    algorithm, options = SLOW[case]
+    folder, options = tmp_path / "run", {"on_worker_failure": "restart"} | options
+    more = [f"--{k.replace('_', '-')}={v}" for k, v in options.items()]
+    process = start(
+        "train", algorithm, *more, "--env", "CartPole-v1", "-n", "3", "--num-envs", "4", "--steps",
+        "1e8", "--run-dir", str(folder), "--quiet", "--no-tensorboard", "--timeout", "100",
+    )  # fmt: skip
+    metrics = folder / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.stat().st_size, process)
+    acting = [pid for rank, pid in ranks_of(process.pid).items() if rank]
+    assert len(acting) == 2
+    for pid in acting:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: len(told(folder, "restart")) == 2, process)
+    before = metrics.stat().st_size
+    until(lambda: metrics.stat().st_size > before + 1000, process)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=150)
+    assert summary(folder)["exit"] == "stopped: SIGTERM", said
+    assert [(f["worker"], f["signal"]) for f in faults(folder)] == [(1, "SIGKILL"), (2, "SIGKILL")]
 
 
 def told(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -737,7 +737,7 @@ def _run_dir_faults(experiment: Experiment) -> Iterator[str]:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:  # too long, a circle of links, a zero byte
-        yield f"run_dir {str(path)!r} is no name for a folder: {error}; type: --run-dir with another"
+        yield f"run_dir {str(path)!r} cannot be a folder: {error}; type: --run-dir with another"
         return
     there = path
     while not there.exists() and there != there.parent:
