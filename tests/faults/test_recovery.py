@@ -245,9 +245,12 @@ def test_a_killed_actor_is_noticed_at_once_and_costs_its_share(tmp_path: Path) -
     (begun,), (back,) = told(folder, "start"), told(folder, "restart")
     at = killed - begun["time"] + begun["wall_seconds"]
     before, without = speed(metrics, at - 4.0, at), speed(metrics, at, back["wall_seconds"])
-    print(f"noticed after {1000 * (fault['time'] - killed):.0f} ms; {before:.0f} steps/s, without "
-          f"it {without:.0f} ({without / before:.0%}) for {back['time'] - killed:.1f} s")  # fmt: skip
-    assert fault["time"] - killed < 1.0  # 0.1 on a machine that is not busy
+    noticed, down = fault["time"] - killed, back["time"] - killed
+    print(
+        f"noticed after {1000 * noticed:.0f} ms; {before:.0f} steps/s, without it {without:.0f} "
+        f"({without / before:.0%}) for {down:.1f} s"
+    )
+    assert noticed < 1.0  # 0.1 on a machine that is not busy
     assert without > 0.4 * before  # 0.75, if what starts the new one costs nothing
 
 
