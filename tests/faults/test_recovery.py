@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ours
 from resume_programs import start, summary, until
 from test_async_faults import ranks_of
 
@@ -294,23 +296,42 @@ def speed(metrics: Path, begin: float, end: float) -> float:
     return float((rows[-1]["env_steps"] - rows[0]["env_steps"]) / seconds)
 
 
+def send_to_all(number: signal.Signals) -> None:
+    """mpiexec and Ray have process groups of their own."""
+    for pid in ours():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def marks_of(engine: str) -> list[Any]:
+    return [getattr(pytest.mark, engine)] if engine in ("mpi", "ray") else []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", ["allreduce", *SLOW])
-def test_a_laptop_that_sleeps(case: str, tmp_path: Path) -> None:
-    """The whole process group is stopped for longer than any wait may take."""
+@pytest.mark.parametrize(
+    ("engine", "case"),
+    [
+        *(("local", case) for case in ("allreduce", *SLOW)),
+        *(pytest.param(e, "allreduce", marks=marks_of(e)) for e in ("mpi", "torch", "ray")),
+        pytest.param("ray", "actor_learner", marks=marks_of("ray")),
+    ],
+)
+def test_a_laptop_that_sleeps(engine: str, case: str, tmp_path: Path) -> None:
+    """All processes are stopped for longer than any wait may take."""
     algorithm, options = SLOW.get(case, ("ppo", {}))
     more = [f"--{k.replace('_', '-')}={v}" for k, v in options.items()]
     process = start(
         "train", algorithm, *more, "--env", "CartPole-v1", "-n", "3", "--num-envs", "6", "--steps",
         "1e8", "--run-dir", str(tmp_path / "run"), "--quiet", "--no-tensorboard", "--timeout", "60",
+        "--engine", engine,
     )  # fmt: skip
     metrics = tmp_path / "run/metrics.jsonl"
     until(lambda: metrics.exists() and metrics.stat().st_size, process)
-    os.killpg(process.pid, signal.SIGSTOP)
+    send_to_all(signal.SIGSTOP)
     time.sleep(90)
     before = metrics.stat().st_size
-    os.killpg(process.pid, signal.SIGCONT)
+    send_to_all(signal.SIGCONT)
     until(lambda: metrics.stat().st_size > before + 2000, process)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=150)
