@@ -362,9 +362,17 @@ def page(facts: dict[str, Any]) -> Iterator[str]:
     m = facts["machine"]
     yield (
         f"{facts['faults']:,} faults in {facts['minutes']:g} minutes on {m['cores']} cores of "
-        f"{m['cpu']}, seed {facts['seed']}, manyhands {m['manyhands']}. Of "
-        f"{facts['to_detect']:,} that had to be noticed {facts['detected']:,} were, "
-        f"{facts['recovered']:,} of all were got over."
+        f"{m['cpu']}, load average {m['load']:.0f} at the end, seed {facts['seed']}, manyhands "
+        f"{m['manyhands']}. Of {facts['to_detect']:,} that had to be noticed "
+        f"{facts['detected']:,} were, {facts['recovered']:,} of all were got over."
+    )
+    yield ""
+    yield (
+        "Times are from the injection. A kill and a stop happen at once, and a stop is noticed at "
+        "the deadline (`--timeout 15`), a hang 5 seconds after it; all others, and a hang, begin "
+        "with the worker's next step, which in gather may have to wait for a worker that is down. "
+        "Recovery is the first step of the worker's next process, which has to import torch: that "
+        "is what it takes on a busy machine."
     )
     yield ""
     yield (

@@ -69,6 +69,23 @@ def test_pauses_double_and_a_crash_loop_ends(monkeypatch: pytest.MonkeyPatch) ->
     assert restart.allowed(3)
 
 
+def test_a_worker_that_hangs_at_every_start_is_a_crash_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its deaths are further apart than the window in which they count."""
+    now = [0.0]
+    monkeypatch.setattr(recovery.time, "monotonic", lambda: now[0])
+    restart = recovery.Restart([], {})
+    for _ in range(3):
+        now[0] += 2.0 + 300.0
+        assert restart.allowed(3, silent=300.0)
+    now[0] += 2.0 + 300.0
+    assert not restart.allowed(3, silent=300.0)
+    assert restart.span == pytest.approx(3 * 302.0)
+    now[0] += 61.0 + 300.0  # a minute in which all went well: forgotten
+    assert restart.allowed(3, silent=300.0)
+
+
 def test_output_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])

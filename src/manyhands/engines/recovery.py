@@ -71,14 +71,22 @@ class Restart:
     command: list[str]
     env: dict[str, str]
     times: int = 0
-    deaths: list[float] = field(default_factory=list)
+    deaths: list[tuple[float, float]] = field(default_factory=list)  # (when, when it was heard of)
+    silent: float = 0.0  # seconds in which nothing was heard of any of its processes
     due: float | None = None  # when to start it; None: it runs, or is not started again
     filters: tuple[LineFilter | None, LineFilter | None] = (None, None)
 
-    def allowed(self, limit: int) -> bool:
-        """Note a death; whether it is one of few. If so, the next process is due after a pause."""
+    def allowed(self, limit: int, silent: float = 0.0) -> bool:
+        """Note a death; whether it is one of few. If so, the next process is due after a pause.
+
+        WHY silent: one that hangs at every start dies once a deadline, which is longer than the
+        window: the seconds for which it was silent are not seconds in which all went well.
+        """
         now = time.monotonic()
-        self.deaths = [*(t for t in self.deaths if now - t < RESTART_WINDOW), now]
+        self.silent += silent
+        heard = now - self.silent
+        recent = [death for death in self.deaths if heard - death[1] < RESTART_WINDOW]
+        self.deaths = [*recent, (now, heard)]
         if len(self.deaths) > limit:
             return False
         self.due = now + min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (len(self.deaths) - 1))
@@ -87,7 +95,7 @@ class Restart:
     @property
     def span(self) -> float:
         """Seconds from the first of the deaths that count to the last."""
-        return self.deaths[-1] - self.deaths[0] if self.deaths else 0.0
+        return self.deaths[-1][0] - self.deaths[0][0] if self.deaths else 0.0
 
     def start(self) -> subprocess.Popen[bytes]:
         self.times, self.due = self.times + 1, None

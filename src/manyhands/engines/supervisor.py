@@ -320,6 +320,7 @@ class Supervisor:
         restart, rank, recovery = child.restart, child.ranks[0], self.recovery
         assert restart is not None
         left = sum(c.restart is not None and not c.lost for c in self.children) - 1
+        silent = recovery.silence if child.silence is not None else 0.0
         action, why = recovery.policy, ""
         if (self.board.stop_word or self.board.state(0) == DONE) and action != "stop":
             action = "continue"  # nobody waits for it any more
@@ -328,7 +329,7 @@ class Supervisor:
             why = (
                 f"of the workers that act {left} are left, and --min-workers is {recovery.minimum}"
             )
-        elif action == "restart" and not restart.allowed(recovery.restarts):
+        elif action == "restart" and not restart.allowed(recovery.restarts, silent):
             action = "stop"
             why = (
                 f"gave up after {len(restart.deaths) - 1} restarts in {restart.span:.0f} s "
