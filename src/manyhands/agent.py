@@ -42,6 +42,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from manyhands import config, devices, trees
 from manyhands.algorithms.registry import spec_of
 from manyhands.config import Experiment, RunConfig, build, nearest, save_toml, validate
+from manyhands.config.values import Workers
 from manyhands.engines import calls
 from manyhands.engines.attach import timeout_from
 from manyhands.engines.inline import World
@@ -63,7 +64,7 @@ from manyhands.types import Obs
 if TYPE_CHECKING:
     from manyhands.parallel import Parallel
 
-_SEVERAL = RunConfig(env="", workers=4)  # to ask a strategy for the names of its roles
+_SEVERAL = RunConfig(env="", workers=Workers(4))  # to ask a strategy for the names of its roles
 # Options of `manyhands train` that are no choice here, and why.
 _NOT_HERE = {
     "workers": "the launcher decides it: manyhands launch -n N",
@@ -473,7 +474,9 @@ class _Plan:
         self.learners = int(self.asked.get("learners", given.get("learner", 1)))
         self.reducers = int(self.asked.get("reducers", given.get("reducer", 0)))
         parts = spec.roles(
-            RunConfig(env="", workers=par.size, learners=self.learners, reducers=self.reducers)
+            RunConfig(
+                env="", workers=Workers(par.size), learners=self.learners, reducers=self.reducers
+            )
         )
         if list(given) != ["worker"] and list(given.items()) != list(parts.counts.items()):
             raise ConfigError(

@@ -30,6 +30,7 @@ from manyhands.bench._tools import (
 from manyhands.bench.scaling import measured
 from manyhands.config import Experiment, build
 from manyhands.config.validate import check
+from manyhands.config.values import Workers
 from manyhands.errors import ConfigError
 from manyhands.strategies import registry as strategies
 from manyhands.strategies.simulate import Cluster, Load, load_of
@@ -119,7 +120,7 @@ def _round(
 def _real(one: Experiment, strategy: str, load: Load, steps: float, seed: int) -> Experiment:
     """The run that was planned."""
     run = dataclasses.replace(
-        one.run, strategy=strategy, workers=load.workers, engine="local" if load.workers > 1
+        one.run, strategy=strategy, workers=Workers(load.workers), engine="local" if load.workers > 1
         else "inline", num_envs=load.envs * load.actors, seed=seed, tensorboard=False,
     )  # fmt: skip
     whole = dataclasses.replace(one, run=run)

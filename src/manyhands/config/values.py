@@ -55,16 +55,23 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     if hint in (bool, str, NoneType) and isinstance(value, hint):
         return value
     if hint is Workers:
-        if isinstance(value, (Workers, str)):
-            with contextlib.suppress(ValueError):
-                return value if isinstance(value, Workers) else Workers.parse(value)
-        elif (number := _number(value, int)) is not None:
-            return Workers(int(number))
+        return _workers(name, value)
     if hint in (int, float):
         number = _number(value, hint)
         if number is not None:
             return number
     raise ConfigError(f"{name}={value!r}: {words(hint)} is expected")
+
+
+def _workers(name: str, value: Any) -> Workers:
+    if isinstance(value, Workers):
+        return value
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return Workers.parse(value)
+    elif (number := _number(value, int)) is not None:
+        return Workers(int(number))
+    raise ConfigError(f"{name}={value!r}: a whole number is expected, or two such as 2..16")
 
 
 def _number(value: Any, kind: Any) -> int | float | None:
@@ -111,13 +118,7 @@ def words(hint: Any) -> str:
         return " or ".join(map(repr, members))
     if origin is tuple:
         return f"a list ({words(members[0])} each)"
-    plain = {
-        Workers: "a whole number, or two such as 2..16,",
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-    }
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return plain.get(hint, "nothing" if hint is NoneType else "a table")
 
 

@@ -435,8 +435,8 @@ class Worker(Parts):
         return set()
 
     def later(self) -> set[int]:
-        """Ranks of workers that were not there at the beginning, and may come: their first life
-        counts as a restart, so that no seed is used twice."""
+        """Ranks of workers that were not there at the beginning, and may come. To come counts as a
+        restart, so that no seed is used twice."""
         return set()
 
     def away(self) -> set[int]:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.config import Experiment
+from manyhands.config.values import Workers
 from manyhands.strategies import registry
 
 UPDATES = 60  # simulated; the first third is not counted
@@ -114,7 +115,7 @@ class Outcome:
 def load_of(one: Experiment, strategy: str, workers: int) -> Load | None:
     """Environments are divided among those that act; one each where there are more of these."""
     spec = registry.SPECS[strategy]
-    run = dataclasses.replace(one.run, strategy=strategy, workers=workers)
+    run = dataclasses.replace(one.run, strategy=strategy, workers=Workers(workers))
     actors, length = run.actors, run.rollout_length or 1
     if "Service" in spec.engine_parts:  # a message as often as actors look for weights
         length = one.options.pull_every

@@ -27,7 +27,11 @@ from manyhands.engines.recovery import Recovery, Restart
 from manyhands.engines.shared import DEAD, EMPTY, FAILED, RUNNING, Board
 from manyhands.errors import ConfigError, WorkerError
 
-_NOWHERE = {"host": "no host", "node": "", "pid": 0}  # of a worker that is not there
+_NOWHERE: dict[str, Any] = {
+    "host": "no host",
+    "node": "",
+    "pid": 0,
+}  # of a worker that is not there
 _LOOK_SECONDS = 1.0  # between two looks whether there is room for one
 _GRACE = 0.5  # seconds that the true cause gets to show itself, once a mere consequence has come
 _LAST_WORDS = "ended silently: SIGKILL (kill -9 or out of memory), a crash in native code, \
