@@ -37,6 +37,12 @@ def test_the_better_of_our_ppo_runs_is_held_against_the_peer(fastest: float, hol
     assert claim.holds is holds
 
 
+def test_runs_on_a_gpu_are_held_against_the_emulator_alone() -> None:
+    impala, ppo, *_ = benchmark.ON_GPU
+    found = benchmark.rows({benchmark.LIMIT: [1000.0], OWN: [20.0], impala: [900.0], ppo: [600.0]})
+    assert [claim.holds for claim in benchmark.claims(found)] == [True, False]
+
+
 def test_without_the_peer_nothing_is_claimed_and_the_table_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -101,6 +101,12 @@ def test_advice_fits_the_environment(env: str, words: str) -> None:
     assert ("envpool" in sentence) == (env == "CartPole-v1")
 
 
+def test_one_worker_with_a_gpu_leaves_the_cores_to_the_games() -> None:
+    games = {"env": "ALE/Pong-v5", "strategy": "single", "workers": 1}
+    assert "--workers" in said({"rollout": 1}, device="cpu", **games)
+    assert "--workers" not in said({"rollout": 1}, device="cuda", **games)
+
+
 # -- the algorithm and the strategy --------------------------------------------------------------
 
 

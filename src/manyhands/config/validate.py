@@ -302,12 +302,17 @@ def _overlap_faults(experiment: Experiment) -> Iterator[str]:
     from manyhands.envs.make import shows_frames
 
     run, spec, o = experiment.run, experiment.spec, experiment.options
-    if not run.overlap or run.strategy != "single":
+    strategy = strategies.SPECS.get(experiment.strategy)
+    if not run.overlap or strategy is None or not strategy.one_worker:
         return
+    try:
+        frames = shows_frames(run.env, run.env_backend, run.env_kwargs)
+    except ConfigError:
+        return  # there is no such environment, which is said by itself
     known = spec.name in ("ppo", "a2c") and not any(getattr(o, name, 0) for name in HOST_ONLY)
     gpu = run.device == "cuda" or (run.device == "auto" and devices.present() > 0)
     usual = run.collect == "steps" and not run.normalize_observations
-    if not (known and gpu and usual and shows_frames(run.env, run.env_backend, run.env_kwargs)):
+    if not (known and gpu and usual and frames):
         yield (
             "overlap on one worker is for ppo and a2c on ALE's images with a GPU (--device cuda), "
             "without lstm, kl_penalty and a critic of its own; type: --strategy gather, or leave "

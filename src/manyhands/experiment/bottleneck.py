@@ -119,7 +119,10 @@ def _advice(kind: str, experiment: Experiment, cores: int) -> str:
     run = experiment.run
     match kind:
         case "collecting":
-            faster = _FASTER_ENVIRONMENTS[stepper_of(run.env, run.env_backend)]
+            stepper = stepper_of(run.env, run.env_backend)
+            faster = _FASTER_ENVIRONMENTS[stepper]
+            if stepper == "ale" and run.workers == 1 and run.device != "cpu":
+                return f"the games have all {cores} cores already; {faster}"
             return f"{_more_workers(run.workers, cores)}, or {faster}"
         case "learning":
             return ", or ".join(_faster_learning(experiment, cores))
