@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
+import select
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -266,6 +270,49 @@ def test_bash_completes(line: str, completed: str, capsys: pytest.CaptureFixture
     script = f"{capsys.readouterr().out}\n{ask}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=200)
     assert (done.stdout.strip(), done.stderr) == (completed, "")
+
+
+def test_zsh_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the Tab key, in a terminal; Ctrl-T shows what the line has become."""
+    zsh = shutil.which("zsh") or pytest.skip("zsh is not here: apt-get install zsh")
+    assert main(["completion", "zsh"]) == 0
+    (tmp_path / ".zshrc").write_text(
+        f"autoload -U compinit && compinit -u -D\n{capsys.readouterr().out}\n"
+        "show() { print -r \"<$BUFFER>\" }; zle -N show; bindkey '^T' show; print now\n"
+    )
+    (tmp_path / "README.md").touch()
+    completed = {
+        "res": "resume ",
+        "train ppo --learning-r": "train ppo --learning-rate ",
+        "train --recipe ppo-pe": "train --recipe ppo-pendulum ",
+        "launch --engine in": "launch --engine inline ",
+        "plot READ": "plot README.md ",  # the shell's own: files
+    }
+    ours, theirs = pty.openpty()
+    env = os.environ | {"ZDOTDIR": str(tmp_path), "TERM": "dumb"}
+    shell = subprocess.Popen(
+        [zsh, "-i"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path, env=env,
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        _read_until(ours, "now")
+        for line, whole in completed.items():
+            os.write(ours, f"manyhands {line}\t\x14".encode())
+            said = _read_until(ours, ">")
+            assert f"<manyhands {whole}>" in said
+            os.write(ours, b"\x15")  # forget the line
+    finally:
+        os.close(ours)  # the terminal is gone, and so is its shell
+        shell.wait(60)
+
+
+def _read_until(terminal: int, mark: str) -> str:
+    said, end = "", time.monotonic() + 60
+    while mark not in said:
+        assert select.select([terminal], [], [], max(0.0, end - time.monotonic()))[0], repr(said)
+        said += os.read(terminal, 4096).decode(errors="replace")
+    return said
 
 
 # -- what is missing -------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from manyhands.config import build
 from manyhands.config.validate import faults
 from manyhands.envs import make_vec
 from manyhands.envs.registry import env_factory
+from manyhands.envs.spaces import flat_mask
+from manyhands.envs.toys import Masked
 from manyhands.errors import ConfigError, WorkerError
 from manyhands.networks.build import build_actor_critic
 from manyhands.networks.flat import FlatParameters
@@ -440,3 +442,97 @@ def test_none_of_100000_actions_is_one_of_97_impossible_ones(
     assert best.mean_return > 14  # of 16; by chance: 16 / 3
     policy = load(folder)
     play(policy, through_file(policy, tmp_path / "policy.onnx"), 100_000, env)
+
+
+# -- in the info of vector environments ------------------------------------------------------------
+
+
+class Ends(Masked):
+    """With an end of each kind: a terminal state, after which nothing is possible, and a cut."""
+
+    def __init__(self, choices: int = 0) -> None:
+        super().__init__(actions=5, possible=2, where="info", choices=choices)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        obs, info = super().reset(seed=seed)
+        self.cut_after = int(self.np_random.integers(1, 6))
+        return obs, info
+
+    def step(self, action: Any) -> Any:
+        obs, reward, _, _, info = super().step(action)
+        over = self._steps == 4
+        return obs, reward, over, self._steps == self.cut_after, {} if over else info
+
+
+def vector_of_ends(num_envs: int, mode: str = "NextStep", choices: int = 0) -> Any:
+    how = gymnasium.vector.AutoresetMode(mode)
+    return gymnasium.vector.SyncVectorEnv([lambda: Ends(choices)] * num_envs, autoreset_mode=how)
+
+
+@pytest.mark.parametrize("choices", [0, 2])
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+def test_vector_environments_with_masks_in_info(mode: str, choices: int) -> None:
+    """The very rows of the same environments stepped one by one, masks and last ones included."""
+    envs = make_vec(vector_of_ends, 3, seed=1, mode=mode, choices=choices)
+    twins = [Ends(choices) for _ in range(3)]
+    for twin in twins:
+        twin.reset(seed=0)  # as who looks for a mask does
+    obs = envs.reset()
+    shown = [twin.reset(seed=seed) for twin, seed in zip(twins, envs._seeds, strict=True)]
+    size, ends = 5 * max(1, choices), 0
+    rng, again = np.random.default_rng(1), [False] * 3
+    for _ in range(20):
+        for i, (seen, info) in enumerate(shown):
+            assert np.array_equal(obs["observation"][i], seen)
+            assert np.array_equal(obs[MASK][i], flat_mask(info.get(MASK, np.zeros(size))))
+        possible = obs[MASK].reshape(3, -1, 5).astype(float) + 1e-9
+        chosen = (possible + rng.random(possible.shape) / 2).argmax(axis=2)
+        row = envs.step(chosen if choices else chosen[:, 0])
+        finals = {final.env: final.obs for final in row.finals}
+        for i, twin in enumerate(twins):
+            if again[i]:
+                shown[i], again[i] = twin.reset(), False
+                continue
+            seen, _, over, cut, info = twin.step(chosen[i] if choices else chosen[i, 0])
+            shown[i] = seen, info
+            if over or cut:
+                ends += 1
+                last = flat_mask(info.get(MASK, np.zeros(size)))
+                assert np.array_equal(finals[i][MASK], last)
+                assert last.any() != over
+                if mode == "NextStep":
+                    again[i] = True
+                else:
+                    seed = envs._seeds[i] if mode == "Disabled" else None
+                    shown[i] = twin.reset(seed=seed)
+        obs = row.obs
+    assert ends > 9
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
+def test_runs_on_vector_environments_with_masks_in_info(algorithm: str, tmp_path: Path) -> None:
+    options = RUNS[algorithm][1] | {"steps": 256}
+    env = f"{__name__}:vector_of_ends"
+    folder = tmp_path / "run"
+    mh.train(algorithm, env=env, num_envs=4, run_dir=str(folder),
+             **(SMALL | {k: v for k, v in options.items() if k != "num_envs"}))  # fmt: skip
+    one, policy = Ends(), load(folder)
+    obs, info = one.reset(seed=1)
+    for _ in range(2):
+        assert info[MASK][policy.act(obs, mask=info[MASK])]
+        obs, *_, info = one.step(policy.act(obs, mask=info[MASK]))
+
+
+def test_a_mask_that_is_not_known_at_a_cut() -> None:
+    class Silent(Ends):
+        def step(self, action: Any) -> Any:
+            obs, reward, over, cut, info = super().step(action)
+            return obs, reward, False, cut or over, {} if cut else info
+
+    same = gymnasium.vector.AutoresetMode.SAME_STEP
+    made = gymnasium.vector.SyncVectorEnv([Silent] * 2, autoreset_mode=same)
+    envs = make_vec(made, 2, seed=1)
+    obs = envs.reset()
+    with pytest.raises(ConfigError, match=r"none in info\['final_info'\]"):
+        for _ in range(8):
+            obs = envs.step(obs[MASK].argmax(axis=1)).obs

@@ -235,13 +235,8 @@ class MaskedObservation(gymnasium.Wrapper):  # type: ignore[misc]
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
-        inner = env.observation_space
-        self._keys = inner.spaces if isinstance(inner, spaces.Dict) else None
-        parts = {OBSERVATION: inner} if self._keys is None else dict(self._keys)
-        self._in_info = MASK not in parts
-        self._size = sum(choices(env.action_space))
-        parts[MASK] = spaces.MultiBinary(self._size)
-        self.observation_space = spaces.Dict(parts)
+        self._in_info = not has_mask(env.observation_space)
+        self.observation_space = space_with_mask(env.observation_space, env.action_space)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         observation, info = self.env.reset(seed=seed, options=options)
@@ -252,16 +247,31 @@ class MaskedObservation(gymnasium.Wrapper):  # type: ignore[misc]
         return self._merged(observation, info), reward, terminated, truncated, info
 
     def _merged(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
-        parts = {OBSERVATION: observation} if self._keys is None else dict(observation)
-        # At the end of an episode there need be none.
-        given = info.get(MASK, np.zeros(self._size)) if self._in_info else parts[MASK]
-        mask = parts[MASK] = flat_mask(given)
-        if mask.shape != (self._size,):
-            raise ConfigError(
-                f"the {MASK} has shape {mask.shape}, and the action space "
-                f"{self.env.action_space} needs {self._size} numbers"
-            )
-        return parts
+        given = info.get(MASK) if self._in_info else observation[MASK]
+        return with_mask(observation, mask_row(given, self.env.action_space))
+
+
+def space_with_mask(observations: Any, actions: Any) -> spaces.Dict:
+    """The space of what `with_mask` gives."""
+    parts = observations.spaces if isinstance(observations, spaces.Dict) else None
+    parts = {OBSERVATION: observations} if parts is None else dict(parts)
+    return spaces.Dict({**parts, MASK: spaces.MultiBinary(sum(choices(actions)))})
+
+
+def with_mask(observation: Any, mask: Array) -> dict[str, Any]:
+    parts = observation if isinstance(observation, dict) else {OBSERVATION: observation}
+    return {**parts, MASK: mask}
+
+
+def mask_row(given: Any, actions: Any) -> Array:
+    """One mask as it is kept; None, as at the end of an episode, is zeros."""
+    size = sum(choices(actions))
+    mask = np.zeros(size, np.int8) if given is None else flat_mask(given)
+    if mask.shape != (size,):
+        raise ConfigError(
+            f"the {MASK} has shape {mask.shape}, and the action space {actions} needs {size} numbers"
+        )
+    return mask
 
 
 def flat_mask(mask: Any) -> Array:

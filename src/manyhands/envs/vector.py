@@ -15,12 +15,13 @@ as one, of which some can be on their way while a policy acts for the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv, VectorWrapper
 
-from manyhands import trees
+from manyhands import streams, trees
 from manyhands.envs.adapter import (
     BoxActions,
     Final,
@@ -30,6 +31,7 @@ from manyhands.envs.adapter import (
     copy_single,
     take_row,
 )
+from manyhands.envs.spaces import has_mask, mask_row, space_with_mask, with_mask
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
 from manyhands.types import MASK, Obs
@@ -49,8 +51,21 @@ def autoreset_mode(env: VectorEnv) -> str:
 
 
 def as_gymnasium(env: VectorEnv) -> VectorEnv:
-    """A vector env of SuperSuit as Gymnasium's are; any other as it is."""
-    return env if hasattr(env, "single_observation_space") else SuperSuitVector(env)
+    """A vector env of SuperSuit as Gymnasium's are; one with masks in `info` shows them in the
+    observations; any other as it is."""
+    if not hasattr(env, "single_observation_space"):
+        return SuperSuitVector(env)
+    masked = not has_mask(env.single_observation_space) and _mask_in_info(env)
+    return MaskedVector(env) if masked else env
+
+
+@streams.given_back()  # environments may draw in a reset
+def _mask_in_info(env: VectorEnv) -> bool:
+    """Seen after a reset only. WHY of the env itself: there may be room for one simulator only; the
+    reset that begins the run seeds it anew."""
+    with suppress(Exception):  # whatever fails here fails again where it is reported
+        return MASK in env.reset(seed=0)[1]
+    return False
 
 
 class SuperSuitVector(VectorEnv):  # type: ignore[misc]
@@ -81,6 +96,64 @@ class SuperSuitVector(VectorEnv):  # type: ignore[misc]
 
     def close(self, **_: Any) -> None:
         self.env.close()
+
+
+class MaskedVector(VectorWrapper):  # type: ignore[misc]
+    """The masks that a vector env gives in `info`, under the key "action_mask" of the observations.
+
+    A sub-environment's row stands in info["action_mask"], and info["_action_mask"] says who has
+    one. Where SAME_STEP has replaced a last observation, its mask is in info["final_info"].
+    """
+
+    def __init__(self, env: VectorEnv) -> None:
+        super().__init__(env)
+        actions = env.single_action_space
+        self.single_observation_space = space_with_mask(env.single_observation_space, actions)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        obs, info = self.env.reset(seed=seed, options=options)
+        return with_mask(obs, self._masks(info)), info
+
+    def step(self, actions: Array) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        obs, reward, terminated, truncated, info = self.env.step(actions)
+        final = info.get("final_obs", info.get("final_observation"))
+        if final is not None:
+            info = {**info, "final_obs": self._finals(final, info, terminated, truncated)}
+        return with_mask(obs, self._masks(info)), reward, terminated, truncated, info
+
+    def _masks(self, info: dict[str, Any]) -> Array:
+        given, actions = info.get(MASK), self.single_action_space
+        rows = [given[i] if _says(info, MASK, i) else None for i in range(self.num_envs)]
+        return np.stack([mask_row(row, actions) for row in rows])
+
+    def _finals(self, final: Any, info: dict[str, Any], terminated: Any, truncated: Any) -> Array:
+        last = info.get("final_info", {})
+        rows = np.full(self.num_envs, None)
+        for i in np.flatnonzero(np.logical_or(terminated, truncated)).tolist():
+            if isinstance(last, dict):
+                mask = last[MASK][i] if _says(last, MASK, i) else None
+            else:
+                mask = (last[i] or {}).get(MASK)
+            if mask is None and not terminated[i]:
+                raise ConfigError(
+                    f"the vector env gives an {MASK} in info, but none in info['final_info'] at "
+                    "the end of an episode that was cut off: what could still be done there is not "
+                    "known. Use NEXT_STEP"
+                )
+            rows[i] = with_mask(_of(final, i), mask_row(mask, self.single_action_space))
+        return rows
+
+
+def _says(info: dict[str, Any], key: str, i: int) -> bool:
+    """Whether sub-env i has that key: Gymnasium's own say so in "_key", others have it for all."""
+    return key in info and bool(f"_{key}" not in info or info[f"_{key}"][i])
+
+
+def _of(batch: Any, i: int) -> Any:
+    """Observation i: of an array of them, or of a dict or tuple of arrays."""
+    if isinstance(batch, dict):
+        return {key: part[i] for key, part in batch.items()}
+    return tuple(part[i] for part in batch) if isinstance(batch, tuple) else batch[i]
 
 
 class VectorAdapter(VecAdapter):
@@ -138,12 +211,7 @@ class VectorAdapter(VecAdapter):
         again = self._running
         if not again or (self._episode_seeds and self._seed_style != "at_creation"):
             seeds = [self._episode_seed(i) for i in range(self.num_envs)]
-        given, info = self.env.reset(seed=self._seed_argument(seeds))
-        if MASK in info and self._legal is None:
-            raise ConfigError(
-                f"the vector env gives an {MASK} in info; put it into the observation, under the "
-                f"key {MASK!r} of a Dict space"
-            )
+        given, _ = self.env.reset(seed=self._seed_argument(seeds))
         for i in range(self.num_envs):
             self._begin(i, seeds[i] if self._seed_style != "int" else None)
         self._ended[:] = False
@@ -272,12 +340,7 @@ class VectorAdapter(VecAdapter):
         last = info.get("final_info", info) if self.mode == "SameStep" else info
         if not isinstance(last, dict):  # an array of dicts, one for each sub-env that has ended
             return dict(last[i] or {})
-        # Gymnasium's own say in "_key" which sub-envs have it; others have values for all.
-        return {
-            key: last[key][i]
-            for key in self.log_info
-            if key in last and (f"_{key}" not in last or last[f"_{key}"][i])
-        }
+        return {key: last[key][i] for key in self.log_info if _says(last, key, i)}
 
     def _final_obs(self, i: int, info: dict[str, Any], row: Step) -> Obs:
         if self.mode != "SameStep":
