@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +30,7 @@ from manyhands.errors import ConfigError
 from manyhands.math.running_stats import Moments, Normaliser
 from manyhands.networks.build import ActorCritic, RecurrentActorCritic, to_tensor
 from manyhands.networks.numpy_distributions import masked, mode, sample
+from manyhands.streams import RowChance
 from manyhands.trees import Array
 from manyhands.types import MASK, OBSERVATION, Obs
 
@@ -93,6 +95,14 @@ def write_policy(path: Path, model: ActorCritic, normaliser: Normaliser) -> None
     os.replace(beside, path)
 
 
+@dataclass
+class Seat:
+    """One game, for whoever plays a seat of it: what it draws from, and what it remembers."""
+
+    chance: np.random.Generator
+    memory: torch.Tensor | None = None  # of an LSTM
+
+
 class Policy:
     """Acts as the policy did in training: observations normalised, actions brought to bounds."""
 
@@ -111,7 +121,7 @@ class Policy:
         self.box_actions = box_actions
         self.experiment = experiment  # what it was trained by, where that is known
         self._to_env = ActionMap(action_space, box_actions)
-        self._rng = np.random.default_rng()
+        self._rng: Any = np.random.default_rng()
         self._memory: torch.Tensor | None = None  # of an LSTM, from one `act` to the next
 
     def seed(self, seed: int, *path: str | int) -> None:
@@ -146,6 +156,23 @@ class Policy:
         else:
             chosen, _ = sample(self.model.head, parameters, self._rng)
         return self._to_env(chosen)
+
+    def act_in(self, seats: Sequence[Seat], observations: Obs) -> Array:
+        """Drawn actions, row k in the game of seats[k]; what `act_batch` remembers stays."""
+        mine = self._rng, self._memory
+        self._rng, self._memory = RowChance([seat.chance for seat in seats]), None
+        if isinstance(self.model, RecurrentActorCritic):
+            nothing = torch.zeros(self.model.state_size)
+            memories = [nothing if seat.memory is None else seat.memory for seat in seats]
+            self._memory = torch.stack(memories).to(self._device)
+        try:
+            actions = self.act_batch(observations, deterministic=False)
+            if self._memory is not None:
+                for seat, memory in zip(seats, self._memory.cpu(), strict=True):
+                    seat.memory = memory
+            return actions
+        finally:
+            self._rng, self._memory = mine
 
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """A new episode begins: a policy with an LSTM forgets the one before.

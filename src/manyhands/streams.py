@@ -304,6 +304,19 @@ class EnvNoise:
         return trees.joined(parts, "streams") | {"drawn": drawn}
 
 
+class RowChance:
+    """The same for rows that come and go: row i draws from the i-th of these generators."""
+
+    def __init__(self, streams: Sequence[np.random.Generator]) -> None:
+        self._streams = streams
+
+    def random(self, size: tuple[int, ...]) -> Array:
+        return np.stack([s.random(size[1:], np.float32) for s in self._streams])
+
+    def standard_normal(self, size: tuple[int, ...], dtype: Any = np.float32) -> Array:
+        return np.stack([s.standard_normal(size[1:], dtype) for s in self._streams])
+
+
 class OwnChance:
     """Streams of its own for each environment that draws from `random`, `np.random` or torch.
 

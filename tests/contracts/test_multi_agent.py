@@ -5,6 +5,7 @@ Against games whose outcomes can be worked out by hand, and some of PettingZoo's
 
 from __future__ import annotations
 
+import csv
 import functools
 from pathlib import Path
 from typing import Any
@@ -301,21 +302,66 @@ def test_only_possible_moves_are_made_in_any_seat(tmp_path: Path) -> None:
     assert mh.load(tmp_path / "run").act(seen) == 1
 
 
-@pytest.mark.parametrize("opponents", [0, 3])
-def test_a_duel_is_trained_with_itself_and_with_its_past(opponents: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("opponents", "lstm"), [(0, 0), (3, 0), (0, 3), (2, 3)])
+def test_a_duel_is_trained_with_itself_and_with_its_past(
+    opponents: int, lstm: int, tmp_path: Path
+) -> None:
     from safetensors.numpy import load_file
 
-    runs = [tmp_path / name for name in ("whole", "half")]
-    for run, steps in zip(runs, ("480", "192"), strict=True):
+    runs = [tmp_path / name for name in ("whole", "half", "two")]
+    for run, steps in zip(runs, ("480", "192", "480"), strict=True):
         asked = ["train", "ppo", "--env", DUEL, "--num-envs", "6", "--run-dir", str(run),
                  "--opponents", str(opponents), "--opponent-every", "1", "--learning-rate", "0.01",
-                 "--checkpoint-seconds", "0", "--steps", steps]  # fmt: skip
+                 "--checkpoint-seconds", "0", "--steps", steps, "--lstm", str(lstm),
+                 "-n", "2" if run.name == "two" else "1"]  # fmt: skip
         assert main([*asked, *SMALL]) == 0
     assert main(["resume", str(runs[1]), "--steps", "480", "--quiet"]) == 0
-    whole, half = (load_file(run / "policy.safetensors") for run in runs)
+    whole, half, two = (load_file(run / "policy.safetensors") for run in runs)
     for name, weights in whole.items():
         np.testing.assert_array_equal(half[name], weights, err_msg=name)
+        np.testing.assert_allclose(two[name], weights, rtol=1e-3, atol=1e-5, err_msg=name)
+    assert _episodes(runs[0]) == _episodes(runs[2])  # two workers play the games of one
     assert len(evaluate(runs[0], episodes=4).returns) == 4
+
+
+def _episodes(run: Path) -> list[str]:
+    """Return and length of every game, whoever played it."""
+    rows = list(csv.DictReader((run / "episodes.csv").open()))
+    return sorted(f"{row['return']} {row['length']}" for row in rows)
+
+
+def test_whoever_sits_in_another_seat_remembers_that_game_alone() -> None:
+    """Against a policy that plays each game by itself."""
+    import torch
+
+    from manyhands.policy import Policy, Seat, build_model, build_normaliser
+
+    experiment = build("ppo", env=DUEL, env_backend="pettingzoo", lstm=4, num_envs=6)
+    actions = spaces.Discrete(3)
+    model = build_model(experiment, BOX, actions)
+    policy = Policy(
+        model, build_normaliser(experiment, BOX), actions, "clip", observation_space=BOX
+    )
+    rng = np.random.default_rng(1)
+    games = [rng.random((4, 2)).astype(np.float32) for _ in range(3)]
+    alone = []
+    for k, game in enumerate(games):
+        seat = Seat(np.random.default_rng(k))
+        alone.append([int(policy.act_in([seat], x[None])[0]) for x in game])
+    together = [Seat(np.random.default_rng(k)) for k in range(3)]
+    own = policy.act_batch(games[0][:2])  # what `act_batch` remembers is not touched
+    before = policy.value(games[0][0]), policy._memory.clone()
+    found: list[list[int]] = [[], [], []]
+    for turn in range(4):
+        asked = [2, 0, 1] if turn % 2 else [0, 1, 2]  # rows come in any order
+        chosen = policy.act_in([together[k] for k in asked],
+                               np.stack([games[k][turn] for k in asked]))  # fmt: skip
+        for k, action in zip(asked, chosen, strict=True):
+            found[k].append(int(action))
+    assert found == alone
+    assert all(seat.memory is not None and seat.memory.any() for seat in together)
+    assert torch.equal(policy._memory, before[1])
+    assert len(own) == 2
 
 
 # -- what cannot be --------------------------------------------------------------------------------
@@ -329,15 +375,12 @@ def test_a_duel_is_trained_with_itself_and_with_its_past(opponents: int, tmp_pat
         ({"env": RACE, "opponents": 2}, "an AECEnv"),
         ({"env": "CartPole-v1", "env_backend": "auto", "opponents": 2}, "leave --opponents out"),
         ({"env": "pettingzoo.classic.connect_for_v3"}, "there is no environment"),
-        ({"env": DUEL, "lstm": 4}, "leave --lstm out"),
         ({"env": f"{__name__}:make_nothing"}, "needs a ParallelEnv or an AECEnv"),
     ],
 )
 def test_faults_are_said_before_anything_starts(options: dict[str, Any], said: str) -> None:
     asked = {"env_backend": "pettingzoo", "num_envs": 6, "minibatch": 256} | options
-    if "lstm" in asked:
-        del asked["minibatch"]
-    (fault,) = validate.faults(build("impala" if "lstm" in asked else "ppo", **asked))
+    (fault,) = validate.faults(build("ppo", **asked))
     assert said in fault
 
 

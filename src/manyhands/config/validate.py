@@ -517,7 +517,7 @@ def _environment_faults(experiment: Experiment) -> Iterator[str]:
         return
     try:
         with stopping.within(supervisor.START_SECONDS, f"{run.env} was not made and closed again"):
-            yield from _look_at(run, getattr(experiment.options, "lstm", 0))
+            yield from _look_at(run)
     except ManyhandsError as error:
         yield str(error)
     except Exception as error:  # the environment is anybody's code and may raise anything
@@ -588,7 +588,7 @@ def _network_faults(experiment: Experiment, look: Any) -> Iterator[str]:
         yield f"network {experiment.run.network} failed: {type(error).__name__}: {error}"
 
 
-def _look_at(run: RunConfig, lstm: int) -> Iterator[str]:
+def _look_at(run: RunConfig) -> Iterator[str]:
     """Make one environment, ask its spaces, close it."""
     from gymnasium.vector import VectorEnv
 
@@ -611,11 +611,6 @@ def _look_at(run: RunConfig, lstm: int) -> Iterator[str]:
         look.close()
         if run.opponents and not hasattr(look, "others"):
             yield _NO_OTHERS.format(run.env)
-        if lstm and hasattr(look, "others"):
-            yield (
-                f"{run.env} is played in turns, and the policy in the other seats would need a "
-                "memory of its own for each game; leave --lstm out"
-            )
         return
     if run.opponents:
         yield _NO_OTHERS.format(run.env)

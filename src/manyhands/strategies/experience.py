@@ -12,6 +12,7 @@ Steps of the environments and what is learned from are counted where the collect
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from manyhands.collect.unroll import UnrollCollector
 from manyhands.envs.adapter import Episode, Step, Stepper
 from manyhands.envs.spaces import zeros
 from manyhands.math.optimiser import make_schedule
-from manyhands.policy import Policy
+from manyhands.policy import Policy, Seat
 from manyhands.replay.buffer import PrioritizedReplay, Replay
 from manyhands.replay.frames import Frames, HeldFrames, StackLog
 from manyhands.replay.n_step import NStep
@@ -299,6 +300,13 @@ def make_replay(context: Context) -> Replay:
 # -- who sits in the other seats of a game ---------------------------------------------------------
 
 
+@dataclass
+class _Game:
+    number: int
+    version: int  # of the policy that plays the other seats
+    seat: Seat
+
+
 class Opponents:
     """The policy as it is, or as it was, in the other seats: plays for the `Seats` of one worker
     (envs/multi_agent.py).
@@ -307,9 +315,9 @@ class Opponents:
         --opponents K      one of its last K stored versions, drawn anew for each game
 
     A version is stored at the start and after every `opponent_every` updates. Which of them a game
-    is played against follows from the seed, the number of the row and the number of the game; what
-    it does is drawn from one generator of this worker. Both are in the checkpoint, with the
-    weights.
+    is played against, and what it does there, follows from the seed, the number of the row and the
+    number of the game: N workers play the games of one. What an LSTM remembers is each game's own.
+    All of it is in the checkpoint, with the weights.
 
     WHY past versions: a policy that only ever meets itself forgets what it no longer meets, and may
     go round in circles (Bansal et al., 2018, arXiv:1710.03748, who draw from all of the past).
@@ -319,20 +327,19 @@ class Opponents:
         run = context.experiment.run
         self._context = context
         self._keep, self._every, self._seed = run.opponents, run.opponent_every, run.seed
-        self._rng = seeding.generator(run.seed, "opponents", context.rank)
         self._now = self._policy(context.algorithm.model)
         self._past: dict[int, Policy] = {}  # by version, the oldest first
-        self._of: dict[int, tuple[int, int]] = {}  # row -> (its game, the version that plays in it)
+        self._playing: dict[int, _Game] = {}  # by row
 
     def __call__(self, obs: Obs, games: list[tuple[int, int]]) -> Array:
-        if not self._keep:
-            return self._now.act_batch(obs, deterministic=False)
-        self._store()
-        versions = np.array([self._version(row, game) for row, game in games])
+        if self._keep:
+            self._store()
+        running = [self._game(row, number) for row, number in games]
         actions: Array | None = None
-        for version in np.unique(versions).tolist():
-            theirs = np.flatnonzero(versions == version)
-            chosen = self._past[version].act_batch(trees.take(obs, theirs), deterministic=False)
+        for version in sorted({game.version for game in running}):
+            theirs = [k for k, game in enumerate(running) if game.version == version]
+            policy = self._past[version] if self._keep else self._now
+            chosen = policy.act_in([running[k].seat for k in theirs], trees.take(obs, theirs))
             if actions is None:
                 actions = np.zeros((len(games), *chosen.shape[1:]), chosen.dtype)
             actions[theirs] = chosen
@@ -341,15 +348,22 @@ class Opponents:
 
     def state(self) -> dict[str, Any]:
         return {
-            "rng": self._rng.bit_generator.state,
             "past": {str(version): parameters_to_vector(policy.model.parameters()).detach()
                      for version, policy in self._past.items()},
-            "of": [[row, *of] for row, of in self._of.items()],
+            "playing": [
+                [row, game.number, game.version, game.seat.chance.bit_generator.state,
+                 game.seat.memory]
+                for row, game in self._playing.items()
+            ],
         }  # fmt: skip
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self._rng.bit_generator.state = state["rng"]
-        self._of = {int(row): (int(game), int(version)) for row, game, version in state["of"]}
+        self._playing = {}
+        for row, number, version, chance, memory in state.get("playing", ()):
+            game = _Game(int(number), int(version), self._seat(int(row), int(number)))
+            game.seat.chance.bit_generator.state = chance
+            game.seat.memory = None if memory is None else torch.as_tensor(memory)
+            self._playing[int(row)] = game
         self._past = {}
         for version, weights in state["past"].items():
             policy = self._past[int(version)] = self._copy()
@@ -371,18 +385,21 @@ class Opponents:
         if newest is not None and version < newest + self._every:
             return
         self._past[version] = self._copy()
-        in_use = {version for _, version in self._of.values()}
+        in_use = {game.version for game in self._playing.values()}
         for old in sorted(self._past)[: -self._keep]:
             if old not in in_use:  # a game that has begun is played to its end
                 del self._past[old]
 
-    def _version(self, row: int, game: int) -> int:
-        before, version = self._of.get(row, (-1, -1))
-        if before != game:
-            stored = sorted(self._past)[-self._keep :]
-            version = stored[seeding.integer(self._seed, "opponent", row, game) % len(stored)]
-            self._of[row] = game, version
-        return version
+    def _game(self, row: int, number: int) -> _Game:
+        game = self._playing.get(row)
+        if game is None or game.number != number:
+            stored = sorted(self._past)[-self._keep :] if self._keep else [0]
+            version = stored[seeding.integer(self._seed, "opponent", row, number) % len(stored)]
+            game = self._playing[row] = _Game(number, version, self._seat(row, number))
+        return game
+
+    def _seat(self, row: int, number: int) -> Seat:
+        return Seat(seeding.generator(self._seed, "opponents", row, number))
 
     def _copy(self) -> Policy:
         return self._policy(copy.deepcopy(self._context.algorithm.model).requires_grad_(False))
@@ -398,5 +415,4 @@ class Opponents:
             observation_space=observations,
         )
         model.train(training)  # the live model is in training, which is the algorithm's affair
-        policy.draw_from(self._rng)
         return policy

@@ -25,8 +25,10 @@ from manyhands.envs.registry import env_factory, is_atari, resolve
 from manyhands.envs.spaces import zeros
 from manyhands.errors import ConfigError
 from manyhands.networks.encoders import has_image
-from manyhands.policy import Policy, load
+from manyhands.policy import Policy, Seat, load
 from manyhands.streams import OwnChance
+from manyhands.trees import Array
+from manyhands.types import Obs
 
 NUM_ENVS = 8  # side by side: the network's cost is shared, and it need not divide the episodes
 BRANCH = "evaluate"
@@ -298,6 +300,20 @@ def _stacked(policy: Policy, observations: list[Any]) -> Any:
     return batch
 
 
+def _others(policy: Policy, seed: int) -> Callable[[Obs, list[tuple[int, int]]], Array]:
+    """The policy in the other seats of games in turns, with a memory for each game."""
+    seats: dict[int, tuple[int, Seat]] = {}
+
+    def act(obs: Obs, games: list[tuple[int, int]]) -> Array:
+        for row, number in games:
+            if row not in seats or seats[row][0] != number:
+                chance = seeding.generator(seed, BRANCH, "others", row, number)
+                seats[row] = number, Seat(chance)
+        return policy.act_in([seats[row][1] for row, _ in games], obs)
+
+    return act
+
+
 def _play_vector(
     policy: Policy, experiment: Experiment, episodes: int, num_envs: int, found: Evaluation,
     tell: Tell | None,
@@ -321,7 +337,7 @@ def _play_vector(
         **run.env_kwargs,
     )
     if hasattr(envs, "others"):
-        envs.others = lambda obs, _: policy.act_batch(obs, deterministic=False)
+        envs.others = _others(policy, found.seed)
     share = [episodes // num_envs + (i < episodes % num_envs) for i in range(num_envs)]
     ended: dict[tuple[int, int], tuple[float, int]] = {}
     try:
