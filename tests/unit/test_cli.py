@@ -272,6 +272,13 @@ def test_bash_completes(line: str, completed: str, capsys: pytest.CaptureFixture
     assert (done.stdout.strip(), done.stderr) == (completed, "")
 
 
+@pytest.mark.parametrize("algorithm", ["dqn", "ddpg", "sac", "td3"])
+def test_an_option_of_other_algorithms(algorithm: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", algorithm, "--env", "CartPole-v1", "--lstm", "8"]) == 2
+    said = capsys.readouterr().err
+    assert f"{algorithm} has no --lstm: it is an option of a2c, ppo, trpo and impala" in said
+
+
 def test_zsh_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the Tab key, in a terminal; Ctrl-T shows what the line has become."""
     zsh = shutil.which("zsh") or pytest.skip("zsh is not here: apt-get install zsh")

@@ -133,6 +133,7 @@ def test_what_people_write_is_understood() -> None:
     [
         ({"learning_rat": 1}, "no option 'learning_rat'; did you mean learning_rate"),
         ({"numenvs": 1}, "did you mean num_envs"),
+        ({"dueling": True}, " has no dueling: it is an option of dqn"),
         ({"steps": "many"}, "steps='many': a whole number is expected"),
         ({"steps": 1.5}, "steps=1.5: a whole number is expected"),
         ({"workers": True}, "workers=True: a whole number is expected"),
@@ -173,6 +174,7 @@ def test_all_faults_together() -> None:
         ("algorithm = 'ppo'\nrun = 3", "run=3: a table [run] is expected"),
         ("algorithm = 'ppo'\n[rum]\n[run]\nenv='x'", "'rum'; did you mean run?"),
         ("algorithm = 'ppo'\n[run]\nenv='x'\nsteeps=1", "[run] has no option 'steeps'; did you"),
+        ("algorithm = 'ppo'\n[run]\nenv='x'\n[ppo]\ndueling=true", "it is an option of dqn"),
         ("algorithm = 'ppo'\n[a2c]\n[run]\nenv='x'", "a table [a2c], but the algorithm is ppo"),
         ("algorithm = ", "is not TOML"),
     ],

@@ -28,9 +28,11 @@ from manyhands.config import (
     help_of,
     hints_of,
     in_words,
+    join_faults,
     load_recipe,
     load_toml,
     names_of,
+    of_others,
     usual,
 )
 from manyhands.config.values import Workers
@@ -157,6 +159,9 @@ def parse(
             raise ConfigError(f"{name} configures {base.algorithm}, but {algorithm} was asked for")
         algorithm = base.algorithm
     spec = spec_of(algorithm)
+    names = (word.split("=")[0].lstrip("-").replace("-", "_") for word in words if word[:2] == "--")
+    if faults := [said for name in names if (said := of_others(spec, name, "--"))]:
+        raise ConfigError(join_faults(faults))
     given = tyro.cli(
         _options(spec, base),
         args=words,

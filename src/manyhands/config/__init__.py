@@ -269,7 +269,8 @@ def build(algorithm: str, **overrides: Any) -> Experiment:
     options = spec.options
     run_names, option_names = names_of(RunConfig), names_of(options)
     faults = [
-        f"there is no option {name!r}; {nearest(name, [*run_names, *option_names])}"
+        of_others(spec, name)
+        or f"there is no option {name!r}; {nearest(name, [*run_names, *option_names])}"
         for name in overrides
         if name not in run_names and name not in option_names
     ]
@@ -308,7 +309,7 @@ def from_plain(data: Mapping[str, Any]) -> Experiment:
             part = {}
         known = names_of(cls)
         faults += [
-            f"[{name}] has no option {key!r}; {nearest(key, known)}"
+            of_others(spec, key) or f"[{name}] has no option {key!r}; {nearest(key, known)}"
             for key in part
             if key not in known
         ]
@@ -385,6 +386,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if near:
         return f"did you mean {', '.join(by_lower[n] for n in near)}?"
     return f"there are {', '.join(known)}"
+
+
+def of_others(spec: AlgorithmSpec, name: str, dashes: str = "") -> str:
+    """Whose option it is, where it is one of other algorithms alone; or ""."""
+    if name in names_of(RunConfig) or name in names_of(spec.options):
+        return ""
+    having = [other.name for other in SPECS.values() if name in names_of(other.options)]
+    if not having:
+        return ""
+    shown = dashes + (name.replace("_", "-") if dashes else name)
+    return f"{spec.name} has no {shown}: it is an option of {in_words(having)}"
 
 
 def names_of(cls: type[Any]) -> list[str]:

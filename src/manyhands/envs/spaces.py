@@ -269,7 +269,8 @@ def mask_row(given: Any, actions: Any) -> Array:
     mask = np.zeros(size, np.int8) if given is None else flat_mask(given)
     if mask.shape != (size,):
         raise ConfigError(
-            f"the {MASK} has shape {mask.shape}, and the action space {actions} needs {size} numbers"
+            f"the {MASK} has shape {mask.shape}, and the action space {actions} needs {size} "
+            "numbers"
         )
     return mask
 
