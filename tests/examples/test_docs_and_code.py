@@ -18,7 +18,7 @@ import manyhands
 from manyhands import support
 from manyhands.algorithms.registry import SPECS
 from manyhands.cli.train import teach
-from manyhands.config import RunConfig, default_strategy, help_of, hints_of, usual
+from manyhands.config import RunConfig, default_strategy, help_of, hints_of, names_of, usual
 from manyhands.config.resumed import OPTIONS as RESUME_OPTIONS
 from manyhands.experiment.bottleneck import PHASES
 from manyhands.parallel import Parallel
@@ -208,3 +208,25 @@ def test_figures_of_two_free_cores_are_the_stored_ones() -> None:
     }.items():
         (row,) = re.findall(rf"(?m)^\| {start}.*\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", page)
         assert [int(n.replace(",", "")) for n in row] == [round(f) for f in figures]
+
+
+# -- what pages say in passing ---------------------------------------------------------------------
+
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+NAMES = "|".join(SPECS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_what_is_said_in_passing_is_true(page: Path) -> None:
+    """Measures that exist, whose options are whose, and an installation that can be had."""
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"--metric ([a-z]\w+)", text):
+        assert f"`{name}`" in text_of("docs/reference/metrics.md"), name
+    for said, algorithms in re.findall(
+        rf"`--([a-z-]+)[^`\n]*` for ((?:{NAMES})(?:(?:, | and )(?:{NAMES}))*)\b", text
+    ):
+        option = said.replace("-", "_")
+        having = {name for name, spec in SPECS.items() if option in names_of(spec.options)}
+        assert set(re.findall(NAMES, algorithms)) == having, said
+    if page.name not in ("install.md", "log.md"):  # the one says that this will find nothing
+        assert not re.search(r"pip install '?manyhands\b", text)

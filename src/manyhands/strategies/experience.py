@@ -370,13 +370,8 @@ class Opponents:
             vector_to_parameters(torch.as_tensor(weights), policy.model.parameters())
 
     def state_from(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """The state of one who sits in games of all of these. What is done there is drawn from
-        another generator than it would have been."""
         past = {version: weights for state in states for version, weights in state["past"].items()}
-        games = [game for state in states for game in state["of"]]
-        now = self._context.algorithm.version
-        rng = seeding.generator(self._seed, "opponents", self._context.rank, now)
-        return {"rng": rng.bit_generator.state, "past": past, "of": games}
+        return {"past": past, "playing": [game for state in states for game in state["playing"]]}
 
     def _store(self) -> None:
         """The policy of the moment, if it is time."""

@@ -480,8 +480,6 @@ class EveryWorker:
         notes = self._collector.load_state(mine["collector"])
         self.loaded = mine["extra"]
         load_process_state(self._context, mine)
-        if not same and hasattr(getattr(self._collector, "envs", None), "others"):
-            notes = [*notes, "the other seats of the games draw from generators that begin anew"]
         of_all = self._group.exchange(notes)
         return [f"worker {r}: {text}" for r, part in enumerate(of_all) for text in part]
 
