@@ -119,9 +119,10 @@ def _round(
 
 def _real(one: Experiment, strategy: str, load: Load, steps: float, seed: int) -> Experiment:
     """The run that was planned."""
+    engine = "local" if load.workers > 1 else "inline"
     run = dataclasses.replace(
-        one.run, strategy=strategy, workers=Workers(load.workers), engine="local" if load.workers > 1
-        else "inline", num_envs=load.envs * load.actors, seed=seed, tensorboard=False,
+        one.run, strategy=strategy, workers=Workers(load.workers), engine=engine,
+        num_envs=load.envs * load.actors, seed=seed, tensorboard=False,
     )  # fmt: skip
     whole = dataclasses.replace(one, run=run)
     batch = strategies.SPECS[strategy].batch(run)
