@@ -16,7 +16,15 @@ from manyhands.cli.train import parse
 from manyhands.config import build, to_plain
 from manyhands.errors import ConfigError
 from manyhands.experiment.folder import RunFolder
-from manyhands.viewing.curves import Curve, curve_of, over_seeds, rolling, short, spans_decades
+from manyhands.viewing.curves import (
+    Curve,
+    curve_of,
+    over_seeds,
+    plot,
+    rolling,
+    short,
+    spans_decades,
+)
 from manyhands.viewing.runs import command_of, group_runs, read_run
 
 TINY = {"steps": 512, "num_envs": 4, "rollout_length": 32, "engine": "inline", "quiet": True}
@@ -285,3 +293,35 @@ def test_the_command_says_the_same_as_the_configuration(options: dict[str, Any])
     words = shlex.split(command_of(experiment))
     assert words[:2] == ["manyhands", "train"]
     assert to_plain(parse(words[2:])) == to_plain(experiment)
+
+
+# -- what can be seen ------------------------------------------------------------------------------
+
+
+def test_a_curve_of_one_point_is_a_dot_and_long_legends_stay_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    one = made(tmp_path / "one", [5.0], hooks="a.long.name.of.a.package.of.hooks:Hooks",
+               start_from="/some/where/runs/CartPole-v1/best", eval_every=100)  # fmt: skip
+    more = made(tmp_path / "more", [1.0, 2.0, 3.0], network="mine:a_network_with_a_long_name")
+    figures: list[Any] = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: (save(self, *a, **k), figures.append(self))
+    )
+    for x in ("both", "steps"):
+        plot([one, more], tmp_path / "curves.png", x=x)  # type: ignore[arg-type]
+        (legend,) = figures[-1].legends
+        box, page = legend.get_window_extent(), figures[-1].bbox
+        assert page.x0 <= box.x0 < box.x1 <= page.x1
+        assert page.y0 <= box.y0 < box.y1 <= page.y1
+        assert figures[-1].axes[0].get_window_extent().height > 0.4 * page.height
+        words = " ".join(text.get_text() for text in legend.get_texts()).replace("\n", " ")
+        assert "from CartPole-v1/best" in words
+        assert "no hooks" in words
+        assert "from scratch" in words
+        assert "eval every" not in words  # it changes nothing of what is learned
+    dots = [line for line in figures[-1].axes[0].lines if line.get_marker() == "o"]
+    assert [line.get_xdata().tolist() for line in dots] == [[10.0]]

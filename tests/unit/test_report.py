@@ -354,6 +354,11 @@ def test_cartpole_is_a_cut_and_says_so(tmp_path: Path) -> None:
     assert isinstance(plane, pictures.Plane)
     assert "components 2 and 3 of 4" in plane.note
     assert plane.observe(np.array([[0.1, 0.5]])).tolist() == [[0, 0, pytest.approx(0.1), 0.5]]
+    played.observations[-1] = np.array([0.0, 0.0, -0.9, 0.1], np.float32)  # farther than the map
+    wider = pictures.plane_of(policy, "CartPole-v1", played)
+    assert isinstance(wider, pictures.Plane)
+    assert wider.x[0] == pytest.approx(-0.945)
+    assert wider.x[-1] == plane.x[-1] >= 0.12
     own = pictures.plane_of(policy, "mine:Cart", played)  # nothing known: the two that tell most
     assert isinstance(own, pictures.Plane)
     assert "at their mean over the episode" in own.note

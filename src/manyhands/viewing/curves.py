@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import math
 import os
+import textwrap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ POINTS = 300  # of a common grid: finer than a printer or a screen shows
 # Okabe and Ito's palette, the darkest and most different first; yellow is left out on white paper
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _SUFFIXES = (".png", ".svg", ".pdf")
+_LETTER, _LINE = 0.055, 0.17  # inches, in a legend
 
 
 @dataclass(frozen=True)
@@ -244,8 +246,17 @@ def legend(figure: Any, panels: list[Any], columns: int) -> None:
     by_label = {
         text: line for lines, texts in found for line, text in zip(lines, texts, strict=True)
     }
-    if by_label:
-        figure.legend(by_label.values(), by_label.keys(), loc="outside lower center", ncols=columns)
+    if not by_label:
+        return
+    letters = int(figure.get_size_inches()[0] / _LETTER) - 6  # what fits beside a mark
+    lines = math.ceil(len(by_label) / columns)  # there is room for so many
+    if max(map(len, by_label)) > letters // columns - 6:
+        columns = 1
+    texts = [textwrap.fill(text, letters) for text in by_label]
+    more = math.ceil(sum(text.count("\n") + 1 for text in texts) / columns) - lines
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + _LINE * more)
+    figure.legend(by_label.values(), texts, loc="outside lower center", ncols=columns)
 
 
 def _seeds(group: Group) -> str:
@@ -276,7 +287,8 @@ def draw(
         colour = theme.colours[i % len(theme.colours)]
         whole = over_seeds(curves)
         label = _label(group, len(curves), metric, window, several=several)
-        axes.plot(whole.x, whole.mean, color=colour, linewidth=1.6, label=label)
+        dot = "o" if len(whole.x) == 1 else None  # a line needs two
+        axes.plot(whole.x, whole.mean, color=colour, lw=1.6, marker=dot, ms=3, label=label)
         if len(curves) > 1:
             ends |= _draw_seeds(axes, curves, whole, colour)
         if (len(curves) > 1 or not several) and (whole.high > whole.low).any():

@@ -122,7 +122,10 @@ def _component_plane(policy: Policy, space: Any, seen: Array, env: str) -> Plane
     rest = np.zeros(size) if named else seen.mean(axis=0)
     names = facts.names if named else (f"observation[{i}]", f"observation[{j}]")
     ranges = facts.ranges if named else (None, None)
-    x, y = (r or _range(space, seen, c) for r, c in zip(ranges, (i, j), strict=True))
+    x, y = (
+        _widened(known_, seen[:, c]) if known_ else _range(space, seen, c)
+        for known_, c in zip(ranges, (i, j), strict=True)
+    )
 
     def observe(points: Array) -> Array:
         observations = np.tile(rest, (len(points), 1))
@@ -158,6 +161,11 @@ def _most_telling(policy: Policy, seen: Array) -> tuple[int, int]:
     order = np.argsort(effects, kind="stable")[::-1]
     first, second = sorted((int(order[0]), int(order[1])))
     return first, second
+
+
+def _widened(known: tuple[float, float], seen: Array) -> tuple[float, float]:
+    """That range, or as much more as was seen: no path may leave its map."""
+    return min(known[0], 1.05 * float(seen.min())), max(known[1], 1.05 * float(seen.max()))
 
 
 def _range(space: Any, seen: Array, i: int) -> tuple[float, float]:

@@ -26,7 +26,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 # What two runs may differ in and still be repetitions of one experiment
 _NO_MATTER = ("seed", "run_dir", "quiet", "tensorboard", "wandb", "log_every",
-              "checkpoint_seconds", "timeout", "address", "steps", "target_return")  # fmt: skip
+              "checkpoint_seconds", "timeout", "address", "steps", "target_return",
+              "eval_every", "eval_episodes")  # fmt: skip
 SWEEP = "sweep.toml"  # what the folder of a sweep has
 _RENAMED_PHASES = {"learning": "optimisation"}  # what earlier versions wrote
 
@@ -142,7 +143,9 @@ def _label(experiment: Experiment, telling: dict[str, Any]) -> str:
             words.append(f"{value} worker{'' if value == 1 else 's'}")
         elif key == "engine":
             words.append(f"{value} engine")
-        elif isinstance(value, bool):
+        elif key == "start_from":
+            words.append(f"from {'/'.join(Path(value).parts[-2:]) if value else 'scratch'}")
+        elif isinstance(value, bool) or value in ("", [], {}):
             words.append(name if value else f"no {name}")
         elif key != "strategy":
             words.append(f"{name} {value}")
