@@ -358,7 +358,7 @@ def test_cartpole_is_a_cut_and_says_so(tmp_path: Path) -> None:
     wider = pictures.plane_of(policy, "CartPole-v1", played)
     assert isinstance(wider, pictures.Plane)
     assert wider.x[0] == pytest.approx(-0.945)
-    assert wider.x[-1] == plane.x[-1] >= 0.12
+    assert wider.x[-1] >= 0.12
     own = pictures.plane_of(policy, "mine:Cart", played)  # nothing known: the two that tell most
     assert isinstance(own, pictures.Plane)
     assert "at their mean over the episode" in own.note
