@@ -86,6 +86,32 @@ def test_an_asynchronous_run_goes_on(
         assert lost["what"] == "keep"
 
 
+@pytest.mark.ray
+def test_a_host_that_is_gone_is_done_without(hosts: Cluster, tmp_path: Path) -> None:
+    """Where workers come and go, on hosts of their own: nobody waits for the one that has left."""
+    run = ["-m", "manyhands", "train", "impala", *COMMON, "--engine", "ray", "--workers", "2..4",
+           "--num-envs", "6", "--address", f"alpha:{PORT}", "--steps", "50000000",
+           "--run-dir", str(tmp_path / "run")]  # fmt: skip
+    metrics, events = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "events.jsonl"
+    with ray_cluster(hosts) as env:
+        process = hosts.alpha.start([sys.executable, *run], env)
+        wait_until(lambda: len(lines(metrics)) > 3, process)
+        hosts.remove(hosts.gamma)
+        wait_until(lambda: any(e["event"] == "worker_left" for e in lines(events)), process)
+        steps = lines(metrics)[-1]["env_steps"]
+        wait_until(lambda: lines(metrics)[-1]["env_steps"] > steps, process)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, said = ended(process, SECONDS)
+    assert time.monotonic() - began < 55.0, said  # a wait for the one that has left takes 60
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["exit"] == "stopped: SIGINT", said
+    assert summary["restarts"] == 0
+    (left,) = [e for e in lines(events) if e["event"] == "worker_left"]
+    assert (left["there"], left["most"]) == (2, 4)
+    assert "did not say that they had finished" not in said
+
+
 @pytest.mark.parametrize("engine", engine_params("mpi", "torch"))
 def test_a_synchronous_run_ends_and_says_why(engine: str, hosts: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "run"

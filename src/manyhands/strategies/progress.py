@@ -393,7 +393,9 @@ class RunProgress:
         """Throughput of both sides, the queue between them, and how long the learner was idle."""
         seconds = max(time.perf_counter() - self._began, 1e-9)
         context = self.context
-        acting, idle = len(context.acting), context.phases.totals().get("waiting for data", 0.0)
+        # Where workers come and go, those that were there at the end.
+        acting = sum(r in context.acting for r in times) or len(context.acting)
+        idle = context.phases.totals().get("waiting for data", 0.0)
         who = "actor" if context.roles.ranks("actor") else "worker"
         learner = "learner" if context.part.role == who else context.part.role
         waited = [t.get("waiting for room", 0.0) for r, t in times.items() if r in context.acting]

@@ -277,7 +277,7 @@ class _Actors:
         except self._ray.exceptions.RayError:
             return  # another look finds another place
         self._absent.discard(rank)
-        self._ray.get(self._coordinator.is_there.remote(rank, True))
+        self._coordinator.is_there.remote(rank, True)
         if self._board is not None:
             self._board.set_state(rank, EMPTY)
         running[self._begin(rank)] = rank
@@ -286,7 +286,7 @@ class _Actors:
     def _leave(self, rank: int, why: str, left: int) -> None:
         """It is gone, and the run goes on without it until there is room for it again."""
         self._absent.add(rank)
-        self._ray.get(self._coordinator.is_there.remote(rank, False))
+        self._coordinator.is_there.remote(rank, False)
         if self._board is not None:
             self._board.set_state(rank, EMPTY)
         why = why if self._where[rank]["node"] in self._room() else "is gone with its host"
