@@ -18,6 +18,7 @@ from manyhands.errors import ConfigError
 from manyhands.experiment import folder as folders
 from manyhands.experiment.bottleneck import Phases, merged
 from manyhands.experiment.folder import SUMMARY, RunFolder, default_run_dir
+from manyhands.experiment.hooks import FinishedEpisode
 from manyhands.experiment.metrics import Csv, Returns, to_json, write_json
 from manyhands.experiment.progress import end_table, start_table
 
@@ -60,7 +61,7 @@ def test_lines_are_there_at_once(folder: RunFolder) -> None:
     assert path is not None
     folder.metrics({"step": np.int64(1024), "loss": np.float32(0.5), "kl": float("nan")})
     folder.metrics({"step": 2048, "loss": 0.1, "new": float("-inf")})
-    folder.episode(1024, 1, 2, np.float64(200.0), np.int32(200), 1.23456)
+    folder.episodes(1024, 1.23456, [FinishedEpisode(np.float64(200.0), np.int32(200), 2, 1, {})])
     folder.event("checkpoint", path=Path("x"), steps=np.arange(2))
     first, second = read_jsonl(path / "metrics.jsonl")
     assert first == {"step": 1024, "loss": 0.5, "kl": None, "not_finite": {"kl": "nan"}}
@@ -125,6 +126,19 @@ def test_a_run_is_never_written_over(folder: RunFolder, experiment: Experiment) 
         RunFolder("/proc/run").open(experiment)
 
 
+def test_episodes_of_an_update_are_rows_of_one_stroke(folder: RunFolder) -> None:
+    """A key of the info that some have and others have not is a column all the same."""
+    infos: list[dict[str, float]] = [{}, {"success": 1.0}, {}]
+    episodes = [FinishedEpisode(float(i), 10 * i, i, 0, info) for i, info in enumerate(infos)]
+    folder.episodes(64, 0.5, episodes)
+    folder.episodes(128, 0.6, [])
+    assert folder.path is not None
+    rows = read_csv(folder.path / "episodes.csv")
+    assert [(row["return"], row["length"], row["info/success"]) for row in rows] == [
+        ("0.0", "0", ""), ("1.0", "10", "1.0"), ("2.0", "20", ""),
+    ]  # fmt: skip
+
+
 def test_other_workers_write_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experiment: Experiment
 ) -> None:
@@ -132,7 +146,7 @@ def test_other_workers_write_nothing(
     with RunFolder(None) as nowhere:
         nowhere.open(experiment)
         nowhere.metrics({"a": 1})
-        nowhere.episode(1, 0, 0, 1.0, 1, 0.1)
+        nowhere.episodes(1, 0.1, [FinishedEpisode(1.0, 1, 0, 0, {})])
         nowhere.event("start")
         assert nowhere.summary({"env_steps": 5})["env_steps"] == 5
     assert os.listdir() == []

@@ -16,6 +16,7 @@ from manyhands.cli.train import parse
 from manyhands.config import build, to_plain
 from manyhands.errors import ConfigError
 from manyhands.experiment.folder import RunFolder
+from manyhands.experiment.hooks import FinishedEpisode
 from manyhands.viewing.curves import (
     Curve,
     curve_of,
@@ -42,7 +43,7 @@ def made(path: Path, returns: list[float], length: int = 10, **options: Any) -> 
     with RunFolder(path) as folder:
         folder.open(build("ppo", env=options.pop("env", "CartPole-v1"), **options))
         for i, total in enumerate(returns, 1):
-            folder.episode(length * i, 0, 0, total, length, 2.0 * i)
+            folder.episodes(length * i, 2.0 * i, [FinishedEpisode(total, length, 0, 0, {})])
             folder.metrics({"env_steps": length * i, "wall_seconds": 2.0 * i, "entropy": 1.0 / i})
     return path
 
@@ -76,7 +77,7 @@ def test_episodes_of_one_update_are_one_point(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "a") as folder:
         folder.open(build("ppo", env="CartPole-v1"))
         for step, total in ((8, 1.0), (8, 3.0), (16, 5.0)):
-            folder.episode(step, 0, 0, total, 4, step / 8)
+            folder.episodes(step, step / 8, [FinishedEpisode(total, 4, 0, 0, {})])
     curve = curve_of(read_run(tmp_path / "a"), "steps")
     assert curve is not None
     assert (curve.x.tolist(), curve.mean.tolist()) == ([8, 16], [2.0, 3.0])

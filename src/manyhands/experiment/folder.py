@@ -23,9 +23,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manyhands import __version__
 from manyhands.config import Experiment, holds_a_run, save_toml
@@ -38,6 +38,9 @@ from manyhands.experiment.metrics import (
     to_json,
     write_json,
 )
+
+if TYPE_CHECKING:
+    from manyhands.experiment.hooks import FinishedEpisode
 
 EPISODE_COLUMNS = ("global_step", "worker", "env", "return", "length", "wall_seconds")
 
@@ -269,20 +272,25 @@ class RunFolder:
         self._put("metrics", record)
         self._put("table", record)
 
-    def episode(
-        self,
-        global_step: int,
-        worker: int,
-        env: int,
-        total_return: float,
-        length: int,
-        wall_seconds: float,
-        info: Mapping[str, float] | None = None,
+    def episodes(
+        self, global_step: int, wall_seconds: float, finished: Iterable[FinishedEpisode]
     ) -> None:
-        """A finished episode: a row of episodes.csv; with --log-info its values come last."""
-        values = (global_step, worker, env, total_return, length, round(wall_seconds, 3))
-        row = dict(zip(EPISODE_COLUMNS, values, strict=True))
-        self._put("episodes", row | {f"info/{key}": value for key, value in (info or {}).items()})
+        """The episodes that an update has seen end: rows of episodes.csv, written in one stroke,
+        while all workers wait; with --log-info its values come last."""
+        rows = []
+        for e in finished:
+            values = (
+                global_step,
+                e.worker,
+                e.env,
+                e.total_return,
+                e.length,
+                round(wall_seconds, 3),
+            )
+            row = dict(zip(EPISODE_COLUMNS, values, strict=True))
+            rows.append(row | {f"info/{key}": value for key, value in e.info.items()})
+        if rows:
+            self._put("episodes", *rows)
 
     def event(self, kind: str, **facts: Any) -> None:
         """Something happened: a line of events.jsonl with the time of day and of the run."""
@@ -290,15 +298,16 @@ class RunFolder:
         clock = {"time": round(now, 3), "wall_seconds": round(now - self._started, 3)}
         self._put("events", {"event": kind, **clock, **facts})
 
-    def _put(self, part: str, record: Mapping[str, Any]) -> None:
-        """One row. A full disk does not stop a training: the row is lost, and that is reported."""
+    def _put(self, part: str, *records: Mapping[str, Any]) -> None:
+        """Rows. A full disk does not stop a training: they are lost, and that is reported."""
         if not self._files:
             return
         try:
-            self._files[part].write(record)
+            self._files[part].write(*records)
         except OSError as error:
-            self.lost_rows += 1
-            if self.lost_rows.bit_count() == 1:  # 1st, 2nd, 4th, 8th: heard, not drowned in
+            before, self.lost_rows = self.lost_rows, self.lost_rows + len(records)
+            # From 1, 2, 4, 8 on: heard, not drowned in
+            if self.lost_rows.bit_length() > before.bit_length():
                 text = f"{self.lost_rows} rows of metrics, episodes or events are lost: {error}"
                 with contextlib.suppress(OSError, ValueError):  # whoever read has gone
                     print(f"manyhands: {text}", file=sys.stderr, flush=True)

@@ -74,15 +74,17 @@ class Csv:
         self.columns = _header_of(self._path) or list(columns)
         self._open()
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        new = [name for name in record if name not in self.columns]
+    def write(self, *records: Mapping[str, Any]) -> None:
+        """Rows, all of them in one stroke; none when the disk has no room for all."""
+        new = {name: None for record in records for name in record if name not in self.columns}
         if new:
             # A disk that has no room for the longer table may still have some for this row; the
             # next row tries again.
             with contextlib.suppress(OSError):
-                self._widen(new)
-        self._file.write(_csv_text([[_cell(record.get(name)) for name in self.columns]]))
-        self.rows += 1
+                self._widen(list(new))
+        cells = [[_cell(record.get(name)) for name in self.columns] for record in records]
+        self._file.write(_csv_text(cells))
+        self.rows += len(records)
 
     def sync(self) -> None:
         self._file.sync()

@@ -148,20 +148,19 @@ class Records:
 
     def episodes(self, steps: int, finished: Any) -> None:
         """Finished episodes of all workers: rows of (env, return, length, worker, info...)."""
-        wall = self.wall_seconds
-        for env, total, length, worker, *values in finished.tolist():
-            self.returns.add(total)
-            info = self._infos_of(values)
-            for key, value in info.items():
+        episodes = self.finished(finished)
+        for episode in episodes:
+            self.returns.add(episode.total_return)
+            for key, value in episode.info.items():
                 self._infos[key].append(value)
-            self.folder.episode(steps, int(worker), int(env), total, int(length), wall, info)
+        self.folder.episodes(steps, self.wall_seconds, episodes)
 
     def _infos_of(self, values: list[float]) -> dict[str, float]:
         named = zip(self._infos, values, strict=True)
         return {key: value for key, value in named if not math.isnan(value)}
 
     def finished(self, rows: Any) -> list[FinishedEpisode]:
-        """The same rows, as hooks are given them."""
+        """The same rows by name, as hooks are given them."""
         return [
             FinishedEpisode(total, int(length), int(env), int(worker), self._infos_of(values))
             for env, total, length, worker, *values in rows.tolist()
