@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from manyhands.algorithms.base import Alone
 from manyhands.algorithms.registry import SPECS
 from manyhands.collect.emulators import EmulatorCollector, Stacks
 from manyhands.collect.rollout import Collector
-from manyhands.config import build, validate
+from manyhands.config import RunConfig, build, validate
 from manyhands.engines import stopping
+from manyhands.engines.base import Place
 from manyhands.envs import make_vec
 from manyhands.envs.make import shows_frames
 from manyhands.errors import ConfigError
@@ -29,6 +31,7 @@ from manyhands.networks.heads import Categorical
 from manyhands.networks.numpy_distributions import sample
 from manyhands.policy import build_model, build_normaliser
 from manyhands.run import Paused
+from manyhands.strategies import context
 from manyhands.streams import EnvNoise
 from manyhands.types import Acted
 
@@ -136,6 +139,23 @@ def test_groups_step_as_one_where_nobody_takes_them_apart() -> None:
     assert whole.state(None) == parts.state(None)
     for envs in (whole, parts):
         envs.close()
+
+
+@pytest.mark.parametrize(
+    ("acting", "local", "given", "threads"),
+    [(1, 1, {}, 16), (4, 4, {}, 4), (15, 16, {}, 1), (8, 2, {}, 8), (32, 32, {}, 1),
+     (1, 1, {"num_threads": 3}, 3), (1, 1, {"num_threads": 0}, 16), (2, 2, {"obs_type": "ram"}, 0)],
+)  # fmt: skip
+def test_the_cores_are_divided_among_those_that_act(
+    acting: int, local: int, given: Any, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "cores", lambda: 16)
+    run = RunConfig(env="ALE/Pong-v5", env_kwargs=given)
+    worker = SimpleNamespace(place=Place(local_size=local))
+    here: Any = SimpleNamespace(
+        experiment=SimpleNamespace(run=run), acting=range(acting), worker=worker
+    )
+    assert context.Context.env_threads.fget(here) == threads  # type: ignore[attr-defined]
 
 
 def test_choices_by_given_chance_are_those_of_numpy() -> None:

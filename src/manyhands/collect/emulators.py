@@ -46,6 +46,8 @@ class Stacks:
         slots = length + self.depth
         self._kept = torch.zeros(slots * envs + 1, *shape[1:], dtype=torch.uint8, device=device)
         self._black = slots * envs  # where a frame that nothing is written to lies
+        flat = self._kept.flatten(1)  # eight bytes at once, where a frame is made of such
+        self._words = flat.view(torch.int64) if flat.shape[1] % 8 == 0 else flat
         self.frames = self._kept[:-1].unflatten(0, (slots, envs))
         self.first = torch.ones(slots, envs, dtype=torch.bool, device=device)
         numbers = torch.arange(slots * envs, device=device).unflatten(0, (slots, envs))
@@ -54,7 +56,8 @@ class Stacks:
 
     def __getitem__(self, rows: Tensor) -> Tensor:
         tickets = self._tickets[rows]
-        return self._kept.index_select(0, tickets.flatten()).unflatten(0, tickets.shape)
+        chosen = self._words.index_select(0, tickets.flatten()).view(torch.uint8)
+        return chosen.view(*tickets.shape, *self._kept.shape[1:])
 
     @property
     def kept(self) -> list[Tensor]:
