@@ -603,7 +603,7 @@ class _Context(Context):
         super().__init__(experiment, worker)
         self._given = envs
 
-    def make_envs(self) -> tuple[VecAdapter, EnvNoise]:
+    def make_envs(self, **_: Any) -> tuple[VecAdapter, EnvNoise]:
         here = self._given.num_envs
         run = self.experiment.run
         first = here * self.acting.index(self.rank) if self.acts else run.num_envs

@@ -48,9 +48,9 @@ class Stacks:
         self._black = slots * envs  # where a frame that nothing is written to lies
         flat = self._kept.flatten(1)  # eight bytes at once, where a frame is made of such
         self._words = flat.view(torch.int64) if flat.shape[1] % 8 == 0 else flat
-        self.frames = self._kept[:-1].unflatten(0, (slots, envs))
+        self.frames = self._kept[:-1].view(slots, envs, *shape[1:])
         self.first = torch.ones(slots, envs, dtype=torch.bool, device=device)
-        numbers = torch.arange(slots * envs, device=device).unflatten(0, (slots, envs))
+        numbers = torch.arange(slots * envs, device=device).view(slots, envs)
         self._places = numbers.unfold(0, self.depth, 1)  # [T + 1, B, S]
         self._tickets = torch.zeros_like(self._places).flatten(0, 1)
 
@@ -208,9 +208,10 @@ class _Host:
         self.reward = self._seen["reward"]
 
     def row(self, t: int, where: slice, frame: Any) -> Step:
-        part = {name: self._seen[name][t, where] for name in
-                ("reward", "terminated", "truncated", "valid")}  # fmt: skip
-        return Step(obs=frame, **part)
+        reward, terminated, truncated, valid = (
+            self._seen[name][t, where] for name in ("reward", "terminated", "truncated", "valid")
+        )
+        return Step(frame, reward, terminated, truncated, valid)
 
     def ended(self, t: int) -> Any:
         return self._seen["terminated"][t] | self._seen["truncated"][t]

@@ -300,7 +300,7 @@ def start_table(experiment: Experiment, facts: Mapping[str, Any]) -> str:
     """
     run = experiment.run
     facts = dict(facts)
-    rows = {
+    rows: dict[str, str] = {
         "training": f"{experiment.spec.name} on {run.env}, seed {run.seed}",
         "workers": _workers(experiment, facts.pop("threads", None)),
         "device": str(facts.pop("device", run.device)),
