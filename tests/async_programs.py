@@ -384,6 +384,24 @@ def faulty_cartpole(
     return Faulty(how, at, seconds, always)
 
 
+class Killed(gymnasium.Wrapper):  # type: ignore[misc]
+    """Its process is killed once in so many steps on average, in every life."""
+
+    def __init__(self, once_in: int) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self._once_in = once_in
+        self._chance = np.random.default_rng([os.getpid(), time.time_ns()])
+
+    def step(self, action: Any) -> Any:
+        if self._chance.random() < 1 / self._once_in:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def killed_cartpole(once_in: int = 3000) -> Any:
+    return Killed(once_in)
+
+
 class Crashing(gymnasium.Wrapper):  # type: ignore[misc]
     """Raises once in so many steps on average, and now and then takes its time."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import engine_params
 
 import manyhands as mh
 
@@ -80,6 +81,24 @@ def test_a_killed_actor_is_started_again_on_ray(algorithm: str, tmp_path: Path) 
     assert summary["restarts"] == 1
     again = [e for e in lines(tmp_path / "run/events.jsonl") if e["event"] == "restart"]
     assert [(e["worker"], e["life"]) for e in again] == [(2, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("engine", engine_params("local", "ray"))
+def test_actors_that_are_killed_again_and_again(engine: str, tmp_path: Path) -> None:
+    """Each is replaced, on Ray as on local, and the same return is reached."""
+    ended = mh.train(
+        "impala", env="async_programs:killed_cartpole", workers=4, num_envs=6, engine=engine,
+        run_dir=str(tmp_path / "run"), quiet=True, tensorboard=False, max_restarts=1000,
+        target_return=150.0, steps=400_000, timeout=120.0,
+    ).summary  # fmt: skip
+    found = [e for e in lines(tmp_path / "run/events.jsonl") if e["event"] == "worker_fault"]
+    print(f"{engine}: {ended['env_steps']:,} steps, {len(found)} killed, "
+          f"{ended['restarts']} came back")  # fmt: skip
+    assert ended["exit"] == "solved"
+    assert len(found) > 3
+    assert {(fault["signal"], fault["action"]) for fault in found} == {("SIGKILL", "restart")}
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
