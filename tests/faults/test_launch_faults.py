@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 from conftest import ALL_ENGINES, ours
 
+import manyhands
+from manyhands.errors import SupportError
+
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
 SCRIPT = str(Path(__file__).with_name("script.py"))
@@ -188,3 +191,17 @@ def test_second_ctrl_c_is_at_once() -> None:
         launch.end(LIMIT)
         seconds.append(time.monotonic() - start)
     assert min(seconds) < 1.5, seconds
+
+
+@pytest.mark.ray
+def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that is too busy: it gives up when half of its processes are there."""
+    services = pytest.importorskip("ray._private.services")
+
+    def not_there(*_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(services, "get_node", not_there)
+    with pytest.raises(SupportError, match=r"Ray has not started .* timed out during startup"):
+        manyhands.launch(os.getpid, workers=2, engine="ray")
+    assert not ours()

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from manyhands.errors import ConfigError, needs
+from manyhands.errors import ConfigError, SupportError, needs
 
 _REACH_SECONDS = 8  # an address that does not answer: Ray itself would try for ten minutes
 _LOOK_SECONDS = 60.0  # at a cluster that does: a busy machine takes its time to import Ray
@@ -124,15 +124,20 @@ class Session:
             self._access = _set_access(token)
         local = {**self._env, "MANYHANDS_LOCAL_SIZE": str(self._workers)}
         with _environment(local):  # what the actors' processes begin with
-            self._ray.init(
-                num_cpus=max(int(self._workers * self._cpus + 0.999), os.cpu_count() or 1),
-                object_store_memory=_store_bytes(),
-                include_dashboard=False,
-                log_to_driver=False,  # the actors write to our own output, see `_hand_out`
-                logging_level="error",
-                _node_ip_address="127.0.0.1",
-                _temp_dir=self._folder,
-            )
+            try:
+                self._ray.init(
+                    num_cpus=max(int(self._workers * self._cpus + 0.999), os.cpu_count() or 1),
+                    object_store_memory=_store_bytes(),
+                    include_dashboard=False,
+                    log_to_driver=False,  # the actors write to our own output, see `_hand_out`
+                    logging_level="error",
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=self._folder,
+                )
+            except Exception as fault:  # on a machine that is too busy it waits 30 s for itself
+                _end_those_of(self._folder)
+                said = str(fault).split("\n")[0]
+                raise SupportError(f"Ray has not started on this machine: {said}") from fault
         self._watchdog = _watch_over(self._folder)
         self.output = os.path.join(self._folder, "output")
         self._door = socket.socket(socket.AF_UNIX)
@@ -308,6 +313,17 @@ def _watch_over(folder: str) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def _end_those_of(folder: str) -> None:
+    """What a Ray that has not come up has started already: its own shutdown knows nothing of it."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(folder in word for word in child.cmdline()):
+                child.kill()
+                found.append(child)
+    psutil.wait_procs(found, timeout=5.0)
 
 
 def _sweep() -> None:
