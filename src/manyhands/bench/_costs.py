@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,9 +29,10 @@ import numpy as np
 
 from manyhands.bench._tools import median
 from manyhands.config import Experiment, build, from_plain, names_of, to_plain
+from manyhands.engines import calls
 from manyhands.engines.attach import attach
 from manyhands.engines.base import cores
-from manyhands.engines.launch import Job, calls
+from manyhands.engines.launch import Job
 from manyhands.engines.launch import run as run_job
 from manyhands.experiment.bottleneck import Phases
 from manyhands.run import PRELOAD, train_experiment
@@ -245,10 +247,10 @@ def _messages(worker: Any) -> dict[str, float]:
         tree = {str(i): np.zeros(size // 32, np.float32) for i in range(8)}
         mine = 0.0
         if rank == 1:
-            mine = _processor_seconds(lambda c=channel, t=tree: c.put(t), _MESSAGES)
+            mine = _processor_seconds(partial(channel.put, tree), _MESSAGES)
         group.barrier()
         if worker.place.is_main:  # all of them are there: nothing is waited for
-            mine = _processor_seconds(lambda c=channel: c.get(timeout=60.0), _MESSAGES)
+            mine = _processor_seconds(partial(channel.get, timeout=60.0), _MESSAGES)
         seconds.append(sum(group.exchange(mine)[:2]) / 2)
     small, large = seconds
     return {"message": small, "bandwidth": _MEGABYTE / max(large - small, 1e-6)}

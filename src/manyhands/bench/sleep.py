@@ -184,7 +184,7 @@ def steps_between(records: list[dict[str, Any]], began: float, ended: float) -> 
     # CRUCIAL: not beyond the last record: `interp` would take the steps to stand still there.
     last = min(ended, at[-1])
     first, final = np.interp([began, last], at, steps)
-    return float(final - first) * (ended - began) / (last - began)
+    return float((final - first) * (ended - began) / (last - began))
 
 
 def _tree(pid: int) -> list[psutil.Process]:

@@ -122,8 +122,8 @@ class MaskedVector(VectorWrapper):  # type: ignore[misc]
         return with_mask(obs, self._masks(info)), reward, terminated, truncated, info
 
     def _masks(self, info: dict[str, Any]) -> Array:
-        given, actions = info.get(MASK), self.single_action_space
-        rows = [given[i] if _says(info, MASK, i) else None for i in range(self.num_envs)]
+        actions = self.single_action_space
+        rows = [info[MASK][i] if _says(info, MASK, i) else None for i in range(self.num_envs)]
         return np.stack([mask_row(row, actions) for row in rows])
 
     def _finals(self, final: Any, info: dict[str, Any], terminated: Any, truncated: Any) -> Array:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, Literal
+from typing import Literal
 
 from manyhands.config import Experiment
 from manyhands.engines.base import cores as usable_cores
@@ -185,7 +185,7 @@ class Phases:
     twice and add up to the time spent in any phase.
     """
 
-    clock: ClassVar[Callable[[], float]] = time.perf_counter
+    clock = staticmethod(time.perf_counter)
     """`manyhands plan --measure` counts processor time instead, which others cannot lengthen."""
 
     def __init__(self) -> None:
