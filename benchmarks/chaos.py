@@ -333,11 +333,11 @@ def sample(run: Run) -> tuple[float, int, int, float]:
 
 
 def memory_of(pid: int) -> int:
-    """Bytes, but for libraries, whose pages are anybody's. What several processes share is told to
-    each in part, so that it counts once."""
+    """Bytes, but for libraries, whose pages are anybody's. Each of several processes that share
+    a page counts its part of it, so that their sum has it once."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    told = dict(line.split(":") for line in text.splitlines() if line.startswith("Pss_"))
-    return sum(int(told[name].split()[0]) << 10 for name in ("Pss_Anon", "Pss_Shmem"))
+    sizes = dict(line.split(":") for line in text.splitlines() if line.startswith("Pss_"))
+    return sum(int(sizes[name].split()[0]) << 10 for name in ("Pss_Anon", "Pss_Shmem"))
 
 
 # -- what is written -------------------------------------------------------------------------------

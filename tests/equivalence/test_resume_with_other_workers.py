@@ -134,7 +134,7 @@ def test_under_a_launcher(engine: str, tmp_path: Path) -> None:
     half = options | {"steps": 4 * ENVS * 16}
     mh.train("a2c", run_dir=str(tmp_path / "run"), workers=3, **half)
     words = {
-        "mpi": ["mpiexec", "-n", "2", sys.executable],
+        "mpi": [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", sys.executable],
         "torch": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
     }[engine]
     asked = ["-m", "manyhands", "resume", str(tmp_path / "run"), "--steps", str(8 * ENVS * 16)]

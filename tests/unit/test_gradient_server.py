@@ -176,7 +176,7 @@ def test_what_died_with_a_worker_is_no_fault_of_the_count(restarts: int) -> None
     """Killed near the end: when it is back it says good-bye and no more."""
     events: list[Any] = []
     records = fake(folder=fake(event=lambda name, **facts: events.append((name, facts))))
-    context = fake(group=None, phases=fake(totals=dict), changes=None)
+    context = fake(group=None, phases=fake(totals=dict), changes=None, worker=fake(later=set))
     last = {"actor": 1, "restarts": restarts, "sent": 0, "phases": {}}
     inbox = fake(drain=list, left={1: last}, lost=1, senders_left=set())
     reducer = Reducer(3)

@@ -241,15 +241,16 @@ def _meeting(group: Any, array: Any, repeats: int = 300) -> float:
 def _messages(worker: Any) -> dict[str, float]:
     """Processor seconds of a small message, on either side, and bytes a second of a large one."""
     group, rank = worker.group, worker.place.rank
+    reader, writer = 0, 1
     seconds = []
     for name, size in (("small", 1024), ("large", _MEGABYTE)):
-        channel = worker.channel(f"plan: {name}", reader=0, capacity=_MESSAGES)
+        channel = worker.channel(f"plan: {name}", reader=reader, capacity=_MESSAGES)
         tree = {str(i): np.zeros(size // 32, np.float32) for i in range(8)}
         mine = 0.0
-        if rank == 1:
+        if rank == writer:
             mine = _processor_seconds(partial(channel.put, tree), _MESSAGES)
         group.barrier()
-        if worker.place.is_main:  # all of them are there: nothing is waited for
+        if rank == reader:  # all of them are there: nothing is waited for
             mine = _processor_seconds(partial(channel.get, timeout=60.0), _MESSAGES)
         seconds.append(sum(group.exchange(mine)[:2]) / 2)
     small, large = seconds
