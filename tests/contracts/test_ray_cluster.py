@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_nodes import cluster_of
 from training_programs import as_in_a_worker, configuration
 
 from manyhands.engines import calls
@@ -31,18 +31,8 @@ EPISODES = {"collect": "episodes", "batch_steps": 300, "steps": 900}
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    from ray.cluster_utils import Cluster
-
-    before = signal.getsignal(signal.SIGTERM)
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
-    )
-    try:
-        cluster.add_node(num_cpus=2)
-        signal.signal(signal.SIGTERM, before)  # Ray takes it for itself
+    with cluster_of(2, 2) as cluster:
         yield str(cluster.address)
-    finally:
-        cluster.shutdown()
 
 
 def train_and_tell(case: dict[str, Any]) -> dict[str, Any]:

@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_nodes import cluster_of
 
 from manyhands.config import build, from_plain, load_toml, save_toml, to_plain
 from manyhands.config.validate import faults
@@ -33,23 +33,6 @@ CASES = {
     "apex": ["dqn", "--strategy", "apex", "--learning-starts", "200", "--replay-size", "4000",
              "--updates-per-step", "0.05"],
 }  # fmt: skip
-
-
-@contextmanager
-def cluster_of(*cpus: int) -> Iterator[Any]:
-    """A cluster with a node for each of the numbers of CPUs, the head first."""
-    from ray.cluster_utils import Cluster
-
-    before = signal.getsignal(signal.SIGTERM)
-    head = {"num_cpus": cpus[0], "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        for more in cpus[1:]:
-            cluster.add_node(num_cpus=more)
-        signal.signal(signal.SIGTERM, before)  # Ray takes it for itself
-        yield cluster
-    finally:
-        cluster.shutdown()
 
 
 class Run:

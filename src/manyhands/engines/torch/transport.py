@@ -8,6 +8,7 @@ Nothing waits inside torch for longer than a slice: then deadline, board and Ctr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import sys
@@ -21,6 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
+# WHY here: its functions take the default group that there is at this moment for a default argument
+# and keep it. Imported later, by torch's compiler with the first optimiser, they would keep ours
+# alive for ever, and gloo's threads with it.
+import torch.distributed.nn
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from manyhands.engines.base import (
@@ -63,6 +69,7 @@ class C10dTransport(TwoStepTransport):
         self.timeout, self._store = timeout, store
         self._progress = HowFar(self._ranks, rank, board, store, name)
         self._calls, self._splits, self._doing = 0, 0, "no call yet"
+        self._works: list[Any] = []  # of the last call
         # The frame of the next call, by what the last ones took: all saw the same lengths.
         self._needed = deque([_FRAME], maxlen=16)
         self._nccl = isinstance(group, dist.ProcessGroup) and has_nccl(group)
@@ -151,6 +158,13 @@ class C10dTransport(TwoStepTransport):
 
     def close(self) -> None:
         self._group = None
+        for work in self._works:
+            # CRUCIAL: never freed. A thread of gloo lets go of a work a moment after it is done,
+            # and as its last owner asks for Python's lock; while the interpreter ends, that aborts
+            # the process ("terminate called without an active exception"). Where the script itself
+            # keeps the group, as by a DistributedDataParallel, such threads live on until then.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
+        self._works = []
 
     def takes(self, tensor: Any) -> bool:
         return bool(self._nccl and tensor.is_cuda and tensor.is_floating_point())
@@ -207,6 +221,7 @@ class C10dTransport(TwoStepTransport):
     def _finish(self, works: list[Any]) -> None:
         """Wait for all of them; CollectiveError at the deadline or when somebody is gone."""
         self._progress.step()
+        self._works = works
         patience = Patience(self.timeout)
         for work in works:
             while (fault := _wait_a_slice(work)) is not None:
