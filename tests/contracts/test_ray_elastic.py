@@ -111,7 +111,8 @@ def test_workers_come_with_a_node_and_go_with_it(case: str, tmp_path: Path) -> N
         node = cluster.add_node(num_cpus=2)
         run.until(lambda: {1, 2, 3} <= run.acting(), "episodes of both that have come")
         joined = run.events("worker_joined")
-        assert [(e["worker"], e["there"], e["most"]) for e in joined] == [(2, 3, 5), (3, 4, 5)]
+        assert {e["worker"] for e in joined} == {2, 3}  # on a busy machine 3 may be the first
+        assert [(e["there"], e["most"]) for e in joined] == [(3, 5), (4, 5)]
         cluster.remove_node(node)
         run.until(lambda: len(run.events("worker_left")) == 2, "both to have left")
         assert run.events("worker_left")[-1]["there"] == 2
