@@ -26,6 +26,9 @@ PARTS: dict[str, dict[str, str]] = {
 
 STRATEGIES = tuple(strategies.SPECS)
 
+# What is done when a worker fails that only acts -> the engines whose launcher can do it
+RECOVERY: dict[str, tuple[str, ...]] = {"restart": ("local", "ray"), "continue": ("local",)}
+
 
 def cells_of(spec: AlgorithmSpec) -> dict[str, str]:
     """Strategy -> OK or the reason, which reads on after the algorithm's name."""
