@@ -51,6 +51,12 @@ def test_the_pages_that_went_stale_have_their_parts() -> None:
         "docs/start/train.md": ["phases", "which algorithm"],
         "docs/reference/metrics.md": ["seconds by phase", "summary", "events"],
         "docs/how-to/building-blocks.md": ["engines with blocks"],
+        "README.md": ["algorithms", "engines that restart"],
+        "docs/concepts/what-happens-on-failure.md": ["engines that restart"],
+        "docs/concepts/scale.md": ["engines that restart"],
+        "docs/strategies/actor_learner.md": ["engines that restart"] * 2,
+        "docs/strategies/apex.md": ["engines that restart"] * 2,
+        "docs/strategies/gradient_server.md": ["engines that restart"] * 2,
         **{f"docs/algorithms/{name}.md": ["options", "where it runs"] for name in support.built()},
     }.items():
         assert re.findall(r"<!-- from the code: ([\w ]+) -->", text_of(page)) == parts
