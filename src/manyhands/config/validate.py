@@ -294,7 +294,7 @@ def _replay_range_faults(o: Any) -> Iterator[str]:
         yield f"beta={o.beta!r} must stay from 0 to 1, such as linear:0.4:1"
 
 
-# -- memory ----------------------------------------------------------------------------------------
+# -- overlap and memory ----------------------------------------------------------------------------
 
 
 def _overlap_faults(experiment: Experiment) -> Iterator[str]:
