@@ -220,6 +220,11 @@ def test_figures_of_two_free_cores_are_the_stored_ones() -> None:
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 NAMES = "|".join(SPECS)
+CONFIGS = (RunConfig, *(spec.options for spec in SPECS.values()))
+OPTIONS = {name.replace("_", "-") for config in CONFIGS for name in names_of(config)}
+OPTIONS |= {f"no-{name}" for name in OPTIONS} | {"mpi"}  # srun's
+for file in (ROOT / "src").rglob("*.py"):  # of the other commands
+    OPTIONS |= set(re.findall(r'"--([a-z][\w-]*)"', file.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -234,5 +239,8 @@ def test_what_is_said_in_passing_is_true(page: Path) -> None:
         option = said.replace("-", "_")
         having = {name for name, spec in SPECS.items() if option in names_of(spec.options)}
         assert set(re.findall(NAMES, algorithms)) == having, said
+    if not page.name.startswith("coming-from-"):  # where they are options of other programs
+        given = {name.replace("_", "-") for name in re.findall(r"`--([a-z][\w-]*)", text)}
+        assert sorted(given - OPTIONS) == [], f"{page.name} names options that nobody has"
     if page.name not in ("install.md", "log.md"):  # the one says that this will find nothing
         assert not re.search(r"pip install '?manyhands\b", text)
