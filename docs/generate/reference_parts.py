@@ -126,6 +126,14 @@ def _engines(place: Place) -> str:
     return in_words(support.ENGINES)
 
 
+def _engines_that_restart(place: Place) -> str:
+    return in_words(support.RECOVERY["restart"])
+
+
+def _algorithms(place: Place) -> str:
+    return in_words([place.link("algorithms", name) for name in support.built()])
+
+
 def _engines_with_blocks(place: Place) -> str:
     return in_words([e for e in support.ENGINES if support.PARTS["Service"][e] == support.OK])
 
@@ -192,6 +200,8 @@ PARTS: dict[str, Callable[[Place], str]] = {
     "strategies": _strategies,
     "engines": _engines,
     "engines with blocks": _engines_with_blocks,
+    "engines that restart": _engines_that_restart,
+    "algorithms": _algorithms,
     "where it runs": _where_it_runs,
     "which algorithm": _which_algorithm,
     "phases": _phases,

@@ -382,7 +382,7 @@ class Agent:
         if column.shape != (self._envs.num_envs,):
             raise ConfigError(
                 f"observe(): {name} of shape {np.shape(value)} was given, and there "
-                f"{'is one environment' if self._single else f'are {len(self._envs.ended)}'}; "
+                f"{'is one environment' if self._single else f'are {self._envs.num_envs}'}; "
                 "pass on what envs.step returned"
             )
         return column

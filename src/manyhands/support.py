@@ -6,10 +6,9 @@ A cell is OK, or the reason why not.
 from __future__ import annotations
 
 from manyhands.algorithms.registry import SPECS, AlgorithmSpec, spec_of
+from manyhands.engines import ENGINES as ENGINES
 from manyhands.strategies import registry as strategies
 from manyhands.strategies.registry import OK as OK
-
-ENGINES = ("inline", "local", "mpi", "ray", "torch")
 
 # part of an engine -> engine -> OK or the reason
 PARTS: dict[str, dict[str, str]] = {
@@ -25,6 +24,9 @@ PARTS: dict[str, dict[str, str]] = {
 }
 
 STRATEGIES = tuple(strategies.SPECS)
+
+# What is done when a worker fails that only acts -> the engines whose launcher can do it
+RECOVERY: dict[str, tuple[str, ...]] = {"restart": ("local", "ray"), "continue": ("local",)}
 
 
 def cells_of(spec: AlgorithmSpec) -> dict[str, str]:

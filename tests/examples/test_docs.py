@@ -325,12 +325,31 @@ def test_diff_shown_is_the_diff(page: str, after: str) -> None:
 def test_tree_in_readme_is_the_tree() -> None:
     blocks = [b.text for b in blocks_of(ROOT / "README.md") if b.language == "text"]
     (tree,) = [text for text in blocks if text.startswith("src/")]
-    folder = ROOT
+    package, shown = ROOT / "src" / "manyhands", set()
     for line in tree.splitlines():
-        name = line.split()[0]
-        inside = line.startswith(" ")
-        assert ((folder if inside else ROOT) / name).exists(), f"README shows {name}"
-        folder = folder if inside else ROOT / name
+        folder = package if line.startswith(" ") else ROOT
+        first, _, rest = line.strip().partition(" ")
+        more = re.findall(r"[\w.-]+(?:/|\.\w+)(?=[\s:,;]|$)", rest)
+        assert (folder / first).exists(), f"README shows {first}"
+        for name in more:  # in the folder, where the line is about one
+            assert (folder / first / name).exists(), f"README shows {name} in {first}"
+        shown |= {folder / first, *(folder / first / name for name in more)}
+    for parent in (package, ROOT / "docs", ROOT / "tests"):
+        folders = {path.parent for path in parent.glob("*/*") if path.suffix in (".py", ".md")}
+        assert {f.name for f in folders - shown} <= {"generate"}, "README does not show all folders"
+
+
+NAMED = r"(?<![\w/.-])(?:tests|docs|src|benchmarks|examples)/[\w./-]*\.(?:py|md|json|ipynb)\b"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "src/manyhands/recipes").glob("*.toml"))],
+    ids=name_of,
+)
+def test_files_that_are_named_are_there(page: Path) -> None:
+    for name in re.findall(NAMED, page.read_text(encoding="utf-8")):
+        assert (ROOT / name).exists(), f"{name_of(page)} names {name}, which is not there"
 
 
 # -- what pages say of the code --------------------------------------------------------------------

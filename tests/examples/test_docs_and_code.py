@@ -51,6 +51,12 @@ def test_the_pages_that_went_stale_have_their_parts() -> None:
         "docs/start/train.md": ["phases", "which algorithm"],
         "docs/reference/metrics.md": ["seconds by phase", "summary", "events"],
         "docs/how-to/building-blocks.md": ["engines with blocks"],
+        "README.md": ["algorithms", "engines that restart"],
+        "docs/concepts/what-happens-on-failure.md": ["engines that restart"],
+        "docs/concepts/scale.md": ["engines that restart"],
+        "docs/strategies/actor_learner.md": ["engines that restart"] * 2,
+        "docs/strategies/apex.md": ["engines that restart"] * 2,
+        "docs/strategies/gradient_server.md": ["engines that restart"] * 2,
         **{f"docs/algorithms/{name}.md": ["options", "where it runs"] for name in support.built()},
     }.items():
         assert re.findall(r"<!-- from the code: ([\w ]+) -->", text_of(page)) == parts
@@ -214,6 +220,11 @@ def test_figures_of_two_free_cores_are_the_stored_ones() -> None:
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 NAMES = "|".join(SPECS)
+CONFIGS = (RunConfig, *(spec.options for spec in SPECS.values()))
+OPTIONS = {name.replace("_", "-") for config in CONFIGS for name in names_of(config)}
+OPTIONS |= {f"no-{name}" for name in OPTIONS} | {"mpi"}  # srun's
+for file in (ROOT / "src").rglob("*.py"):  # of the other commands
+    OPTIONS |= set(re.findall(r'"--([a-z][\w-]*)"', file.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -228,5 +239,8 @@ def test_what_is_said_in_passing_is_true(page: Path) -> None:
         option = said.replace("-", "_")
         having = {name for name, spec in SPECS.items() if option in names_of(spec.options)}
         assert set(re.findall(NAMES, algorithms)) == having, said
+    if not page.name.startswith("coming-from-"):  # where they are options of other programs
+        given = {name.replace("_", "-") for name in re.findall(r"`--([a-z][\w-]*)", text)}
+        assert sorted(given - OPTIONS) == [], f"{page.name} names options that nobody has"
     if page.name not in ("install.md", "log.md"):  # the one says that this will find nothing
         assert not re.search(r"pip install '?manyhands\b", text)

@@ -17,7 +17,7 @@ import pytest
 
 from manyhands import __version__, bench, errors
 from manyhands.cli.main import COMMANDS, main
-from manyhands.engines.base import ENGINES
+from manyhands.engines import ENGINES
 from manyhands.support import OK, PARTS, STRATEGIES, on_engine
 
 ROOT = Path(__file__).parents[2]

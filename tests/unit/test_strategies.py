@@ -144,6 +144,8 @@ def test_batch_arithmetic(algorithm: str, options: dict[str, Any], actors: int, 
          "single; leave --learners out"),
         ({"pushes": 4}, "pushes=4 is for strategy gradient_server, and this is single; leave "
          "--pushes out"),
+        ({"wait_for": 0.5}, "wait_for=0.5 is for strategy gather, and this is single; type: "
+         "--strategy gather, or leave --wait-for out"),
     ],
 )  # fmt: skip
 def test_options_of_another_strategy_are_refused(options: dict[str, Any], said: str) -> None:

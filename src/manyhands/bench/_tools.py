@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -140,6 +141,15 @@ def why_not_judged(
 
 
 # -- engines ---------------------------------------------------------------------------------------
+
+
+def add_engines(parser: ArgumentParser, engines: tuple[str, ...]) -> None:
+    parser.add_argument(
+        "--engines",
+        default=",".join(engines),
+        metavar="A,B,...",
+        help="which engines (default: all that are installed: %(default)s)",
+    )
 
 
 def engines_in(text: str, known: tuple[str, ...]) -> list[str]:

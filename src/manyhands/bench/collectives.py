@@ -22,6 +22,7 @@ import numpy as np
 
 from manyhands.bench._tools import (
     Claim,
+    add_engines,
     engines_in,
     fingerprint,
     median,
@@ -29,7 +30,7 @@ from manyhands.bench._tools import (
     seconds_of,
     verdicts,
 )
-from manyhands.engines.base import ENGINES
+from manyhands.engines import ENGINES
 from manyhands.engines.launch import launch
 from manyhands.errors import ConfigError, ManyhandsError
 
@@ -45,12 +46,7 @@ REPEATS = {"mean": 40, "one": 40, "gloo": 40, "barrier": 40, "exchange": 40, "br
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--engines",
-        default=",".join(ENGINES),
-        metavar="A,B,...",
-        help="which engines (default: all that are installed: %(default)s)",
-    )
+    add_engines(parser, ENGINES)
     parser.add_argument(
         "--workers",
         type=int,

@@ -17,6 +17,7 @@ from typing import Any
 
 from manyhands.bench._tools import (
     Claim,
+    add_engines,
     engines_in,
     fingerprint,
     median,
@@ -32,12 +33,7 @@ MOST_MS = 100.0  # what we promise of local
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--engines",
-        default=",".join(ENGINES),
-        metavar="A,B,...",
-        help="which engines (default: all that are installed: %(default)s)",
-    )
+    add_engines(parser, ENGINES)
     parser.add_argument(
         "--times",
         type=int,

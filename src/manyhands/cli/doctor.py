@@ -21,7 +21,7 @@ from typing import Any, get_args
 from manyhands import __version__, devices
 from manyhands.algorithms.registry import SPECS
 from manyhands.config import RECIPES, RunConfig, hints_of, names_of, nearest
-from manyhands.engines.base import ENGINES
+from manyhands.engines import ENGINES
 from manyhands.engines.launch import launch
 from manyhands.errors import ConfigError, ManyhandsError, install
 from manyhands.support import ALGORITHMS, LAUNCHERS, OK, PARTS, STRATEGIES

@@ -6,7 +6,8 @@ import argparse
 import os
 
 from manyhands import roles
-from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
+from manyhands.engines import ENGINES
+from manyhands.engines.base import DEFAULT_TIMEOUT
 from manyhands.engines.launch import Job, check, run
 from manyhands.errors import ConfigError
 

@@ -450,7 +450,6 @@ def resume(argv: list[str]) -> int:
         )
 
     from manyhands import run
-    from manyhands.engines import joined
 
     result = run.resume(run_dir, **options)
     if not result.worked:

@@ -22,6 +22,30 @@ def _parser(command: str, description: str, examples: str) -> argparse.ArgumentP
     )
 
 
+def _add_policy(parser: argparse.ArgumentParser, episodes: int, words: str) -> None:
+    """Which policy, and how it plays."""
+    add = parser.add_argument
+    add("dir", metavar="DIR", help="folder of a run")
+    add("--episodes", type=int, default=episodes, metavar="N", help=words)
+    add("--seed", type=int, metavar="N", help="root of the episodes' seeds (default: the run's)")
+    add("--stochastic", action="store_true", help="draw actions from the policy, as in training")
+    add(
+        "--max-length",
+        type=int,
+        default=0,
+        metavar="N",
+        help="cut episodes after N steps, where the environment has no end of its own (default: 0, "
+        "never)",
+    )
+
+
+def _check_policy(options: argparse.Namespace) -> None:
+    if options.episodes < 1:
+        raise ConfigError(f"--episodes {options.episodes}: at least 1 is needed")
+    if options.max_length < 0:
+        raise ConfigError(f"--max-length {options.max_length}: 0 (no limit) or more is needed")
+
+
 # -- evaluate --------------------------------------------------------------------------------------
 
 _EVALUATE = """Play episodes with the policy of a run, and say how it did.
@@ -41,28 +65,10 @@ _EVALUATE_EXAMPLES = """examples:
 
 def evaluate(argv: list[str]) -> int:
     parser = _parser("evaluate", _EVALUATE, _EVALUATE_EXAMPLES)
-    parser.add_argument("dir", metavar="DIR", help="folder of a run")
-    parser.add_argument("--episodes", type=int, default=100, metavar="N", help="(default: 100)")
-    parser.add_argument(
-        "--seed", type=int, metavar="N", help="root of the episodes' seeds (default: the run's)"
-    )
-    parser.add_argument(
-        "--stochastic", action="store_true", help="draw actions from the policy, as in training"
-    )
-    parser.add_argument(
-        "--max-length",
-        type=int,
-        default=0,
-        metavar="N",
-        help="cut episodes after N steps, where the environment has no end of its own (default: 0, "
-        "never)",
-    )
+    _add_policy(parser, 100, "how many (default: 100)")
     parser.add_argument("--json", action="store_true", help="one JSON object, and nothing else")
     options = parser.parse_args(argv)
-    if options.episodes < 1:
-        raise ConfigError(f"--episodes {options.episodes}: at least 1 is needed")
-    if options.max_length < 0:
-        raise ConfigError(f"--max-length {options.max_length}: 0 (no limit) or more is needed")
+    _check_policy(options)
     from manyhands.viewing import evaluation
 
     progress = _Progress(options.episodes)
@@ -115,16 +121,10 @@ _VIDEO_EXAMPLES = """examples:
 
 def video(argv: list[str]) -> int:
     parser = _parser("video", _VIDEO, _VIDEO_EXAMPLES)
-    parser.add_argument("dir", metavar="DIR", help="folder of a run")
+    _add_policy(parser, 1, "one after the other (default: 1)")
     parser.add_argument("--gif", action="store_true", help="a GIF instead of an MP4")
     parser.add_argument(
         "--out", metavar="FILE", help="FILE.mp4 or FILE.gif (default: video.mp4 in DIR)"
-    )
-    parser.add_argument(
-        "--episodes", type=int, default=1, metavar="N", help="one after the other (default: 1)"
-    )
-    parser.add_argument(
-        "--seed", type=int, metavar="N", help="root of the episodes' seeds (default: the run's)"
     )
     parser.add_argument(
         "--fps",
@@ -133,17 +133,8 @@ def video(argv: list[str]) -> int:
         metavar="N",
         help="pictures a second (default: what the environment says)",
     )
-    parser.add_argument(
-        "--stochastic", action="store_true", help="draw actions from the policy, as in training"
-    )
-    parser.add_argument(
-        "--max-length",
-        type=int,
-        default=0,
-        metavar="N",
-        help="cut episodes after N steps (default: 0, never)",
-    )
     options = parser.parse_args(argv)
+    _check_policy(options)
     _check_video(options)
     from manyhands.viewing.video import film, go_headless
 
@@ -168,12 +159,8 @@ def video(argv: list[str]) -> int:
 
 
 def _check_video(options: argparse.Namespace) -> None:
-    if options.episodes < 1:
-        raise ConfigError(f"--episodes {options.episodes}: at least 1 is needed")
     if options.fps < 0:
         raise ConfigError(f"--fps {options.fps}: a positive number is needed")
-    if options.max_length < 0:
-        raise ConfigError(f"--max-length {options.max_length}: 0 (no limit) or more is needed")
     if options.gif and options.out and Path(options.out).suffix != ".gif":
         raise ConfigError(f"--gif and --out {options.out}: give a name that ends in .gif")
 

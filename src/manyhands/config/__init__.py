@@ -92,7 +92,7 @@ class RunConfig:
     must wait itself."""
     on_worker_failure: Literal["auto", "restart", "continue", "stop"] = "auto"
     """When a worker that acts raises, is killed or goes silent: start it again, go on without it,
-    or end the run (auto: restart with {recovering}, else stop)."""
+    or end the run (auto: restart with {recovering} on {restarting}, else stop)."""
     max_restarts: int = 5
     """Restarts of one worker within a minute; one more is a crash loop, and ends the run."""
     min_workers: int = 1
@@ -468,6 +468,7 @@ def _from_the_code() -> dict[str, str]:
         "lengths": ", ".join(f"{in_words(names)} {n}" for n, names in lengths.items()),
         "scaled": in_words(scaled),
         "hooks": ", ".join(HOOKS),
+        "restarting": in_words(support.RECOVERY["restart"]),
         "recovering": in_words([s.name for s in strategies.SPECS.values() if not s.synchronous]),
     }
 

@@ -167,7 +167,7 @@ def _strategy_faults(experiment: Experiment) -> Iterator[str]:
             yield (
                 f"{given} is for {many} {in_words(whose)}, and this is {strategy}; "
                 + (f"type: --strategy {in_words(others, 'or')}, or " if others else "")
-                + f"leave --{f.name} out"
+                + f"leave --{f.name.replace('_', '-')} out"
             )
     yield from experiment.strategy_spec.faults(experiment)
     yield from _recovery_faults(experiment)
@@ -185,10 +185,10 @@ def _recovery_faults(experiment: Experiment) -> Iterator[str]:
             + (f"type: --strategy {in_words(others, 'or')}, or " if others else "")
             + "leave --on-worker-failure out"
         )
-    able = {"restart": ("local", "ray"), "continue": ("local",)}.get(run.on_worker_failure)
+    able = support.RECOVERY.get(run.on_worker_failure)
     if able is not None and spec.restarts and run.engine not in (*able, "inline"):
         yield (
-            f"on_worker_failure={run.on_worker_failure} works on {in_words(able, 'and')}, not on "
+            f"on_worker_failure={run.on_worker_failure} works on {in_words(able)}, not on "
             f"{run.engine}; type: --engine local"
         )
     if run.on_worker_failure == "continue" and run.min_workers > run.actors > 0:
@@ -294,7 +294,7 @@ def _replay_range_faults(o: Any) -> Iterator[str]:
         yield f"beta={o.beta!r} must stay from 0 to 1, such as linear:0.4:1"
 
 
-# -- memory ----------------------------------------------------------------------------------------
+# -- overlap and memory ----------------------------------------------------------------------------
 
 
 def _overlap_faults(experiment: Experiment) -> Iterator[str]:

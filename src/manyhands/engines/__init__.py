@@ -1,1 +1,4 @@
-"""How processes start, talk, agree and stop. `base.py` is the contract; one file per engine."""
+"""How processes start, talk, agree and stop. `base.py` is the contract; a module or a package
+for each engine."""
+
+ENGINES = ("inline", "local", "mpi", "ray", "torch")

@@ -16,8 +16,8 @@ import re
 from collections.abc import Mapping
 
 from manyhands import devices, roles, terminal
-from manyhands.engines import inline, process
-from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES, Place, Worker
+from manyhands.engines import ENGINES, inline, process
+from manyhands.engines.base import DEFAULT_TIMEOUT, Place, Worker
 from manyhands.errors import ConfigError
 
 

@@ -31,7 +31,6 @@ from manyhands.trees import Array, Tree
 if TYPE_CHECKING:
     from manyhands.engines.group import Group
 
-ENGINES = ("inline", "local", "mpi", "ray", "torch")
 DEFAULT_TIMEOUT = 60.0  # seconds that any wait may take; 0 means for ever, by explicit choice
 
 # sizes[rank][leaf] in bytes, computed by Group from the notes of all workers

@@ -15,8 +15,8 @@ from typing import Any
 
 from manyhands import devices, wire
 from manyhands import roles as parts
-from manyhands.engines import calls, inline, stopping
-from manyhands.engines.base import DEFAULT_TIMEOUT, ENGINES
+from manyhands.engines import ENGINES, calls, inline, stopping
+from manyhands.engines.base import DEFAULT_TIMEOUT
 from manyhands.engines.process import what_ended
 from manyhands.engines.recovery import Recovery
 from manyhands.engines.shared import Board, Segment

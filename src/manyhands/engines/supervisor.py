@@ -38,6 +38,7 @@ LINGER_SECONDS = 1.0  # how long a worker that has failed may take to leave
 CAUSE_SECONDS = 0.4  # how long the first failure waits for a deeper cause to show
 SHOWN_BYTES = 1 << 20  # of each worker's output in a second
 LONGEST_LINE = 1 << 16
+_LIBC: Any = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
 
 @dataclass(frozen=True)
@@ -569,8 +570,8 @@ def make_room_for(files: int) -> None:
 
 def adopt_orphans() -> None:
     """Processes that our workers start and leave behind become our children, so we can end them."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    if _LIBC is not None:
+        _LIBC.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def _reap_orphans(ours: set[int]) -> None:
@@ -583,11 +584,8 @@ def _reap_orphans(ours: set[int]) -> None:
 
 def die_with_us() -> None:
     """In a process that is being started: the kernel kills it when the one that starts it ends."""
-    if sys.platform.startswith("linux"):
+    if _LIBC is not None:
         _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-_LIBC: Any = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> None:

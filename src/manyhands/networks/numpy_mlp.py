@@ -311,8 +311,9 @@ class _Nets:
         self._kept: dict[int, _Work] = {}
         self._last: _Work | None = None
 
-    def _features(self, observations: Observations) -> list[Array]:
-        """What the trunks make of the observations, one array a net; kept for the way back."""
+    def _through(self, observations: Observations) -> _Work:
+        """The observations through the trunks: `features` of the work arrays is what they make of
+        them. Kept for the way back."""
         x = self._encode(observations)
         work = self._last = self._work(len(x))
         inputs = work.inputs = [x] * self._nets
@@ -323,9 +324,9 @@ class _Nets:
             assert self._activation is not None
             self._activation.apply(hidden.values)
             inputs = hidden.nets
-        return inputs
+        return work
 
-    def _through_trunk(self, work: _Work) -> None:
+    def _back_through(self, work: _Work) -> None:
         """From ∂loss/∂features, which lies in the last `d_nets`, down to the first layer."""
         assert self._activation is not None
         for depth in range(len(self._trunk) - 1, -1, -1):
@@ -376,8 +377,8 @@ class FastGradient(_Nets):
         Both are work arrays: the next forward overwrites them. The observations
         are needed again in backward and are not copied: leave them as they are until then.
         """
-        features = self._features(observations)
-        work = self._after_forward()
+        work = self._through(observations)
+        features = work.features
         policy_out, value_out = self._policy_out, self._value_out
         np.dot(policy_out.weight, features[0].T, out=work.outputs)
         work.outputs += policy_out.bias[:, None]
@@ -412,7 +413,7 @@ class FastGradient(_Nets):
         _into_value(self._value_out, d_values, features[-1], work.ones)
         if work.hidden:
             self._into_features(work, d_outputs, d_values[:, None])
-            self._through_trunk(work)
+            self._back_through(work)
 
     def _into_features(self, work: _Work, d_outputs: Array, d_values: Array) -> None:
         last = work.hidden[-1]
@@ -434,9 +435,8 @@ class FastValueGradient(_Nets):
 
     def forward(self, observations: Observations) -> Array:
         """Values [N]: a work array, as in FastGradient."""
-        (features,) = self._features(observations)
-        work = self._after_forward()
-        np.dot(features, self._value_out.weight[0], out=work.values)
+        work = self._through(observations)
+        np.dot(work.features[0], self._value_out.weight[0], out=work.values)
         work.values += self._value_out.bias
         return work.values
 
@@ -446,7 +446,7 @@ class FastValueGradient(_Nets):
         _into_value(self._value_out, d_values, work.features[0], work.ones)
         if work.hidden:
             np.dot(d_values[:, None], self._value_out.weight, out=work.hidden[-1].d_nets[0])
-            self._through_trunk(work)
+            self._back_through(work)
 
 
 class _Memory:

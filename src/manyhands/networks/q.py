@@ -122,6 +122,12 @@ class QNetwork(nn.Module):
         return best
 
 
+def _middle_and_reach(low: Any, high: Any) -> tuple[Tensor, Tensor]:
+    """Of the bounds of actions, flat."""
+    low, high = np.ravel(low).astype(np.float32), np.ravel(high).astype(np.float32)
+    return torch.from_numpy((high + low) / 2), torch.from_numpy((high - low) / 2)
+
+
 class BoundedOut(nn.Module):
     """middle + reach · tanh(linear): actions that lie within the bounds whatever is learned."""
 
@@ -130,11 +136,11 @@ class BoundedOut(nn.Module):
 
     def __init__(self, inputs: int, low: Any, high: Any, generator: torch.Generator | None) -> None:
         super().__init__()
-        low, high = np.ravel(low).astype(np.float32), np.ravel(high).astype(np.float32)
-        self.out_features = len(low)
+        middle, reach = _middle_and_reach(low, high)
+        self.out_features = len(middle)
         self.linear = linear(inputs, self.out_features, ACTOR_GAIN, generator)
-        self.register_buffer("middle", torch.from_numpy((high + low) / 2))
-        self.register_buffer("reach", torch.from_numpy((high - low) / 2))
+        self.register_buffer("middle", middle)
+        self.register_buffer("reach", reach)
 
     def forward(self, features: Tensor) -> Tensor:
         actions: Tensor = self.middle + self.reach * torch.tanh(self.linear(features))
@@ -145,10 +151,29 @@ class BoundedOut(nn.Module):
         return (actions.reshape(-1, self.out_features) - self.middle) / self.reach
 
 
-class BoundedActor(nn.Module):
-    """A deterministic policy and its critic; the policy's parameters come first."""
+class _PolicyFirst(nn.Module):
+    """A policy with critics: the policy's parameters come first, those of the critics follow."""
+
+    policy_encoder: Encoder
+    policy_trunk: nn.Sequential
+    policy_out: nn.Module
+
+    def forward(self, observations: Observations) -> Tensor:
+        """What the policy's last layer gives; of a deterministic one μ(s), flat: [N, d]."""
+        given: Tensor = self.policy_out(self.policy_trunk(self.policy_encoder(observations)))
+        return given
+
+    def policy_size(self) -> int:
+        """How many of the flat parameters are the policy's."""
+        own = (self.policy_encoder, self.policy_trunk, self.policy_out)
+        return sum(p.numel() for part in own for p in part.parameters())
+
+
+class BoundedActor(_PolicyFirst):
+    """A deterministic policy and its critic."""
 
     log_std: Tensor
+    policy_out: BoundedOut
 
     def __init__(
         self,
@@ -179,11 +204,6 @@ class BoundedActor(nn.Module):
         deviation = torch.clamp(noise * self.policy_out.reach, min=_NO_NOISE)
         self.register_buffer("log_std", deviation.log())
 
-    def forward(self, observations: Observations) -> Tensor:
-        """μ(s), flat: [N, d]."""
-        actions: Tensor = self.policy_out(self.policy_trunk(self.policy_encoder(observations)))
-        return actions
-
     def q(self, observations: Observations, actions: Tensor) -> Tensor:
         """Q(s, a), [N]."""
         unit = self.policy_out.unit(actions.to(torch.float32))
@@ -199,11 +219,6 @@ class BoundedActor(nn.Module):
     def value(self, observations: Observations) -> Tensor:
         """Q(s, μ(s)), [N]."""
         return self.q(observations, self(observations))
-
-    def policy_size(self) -> int:
-        """How many of the flat parameters are the policy's; those of the critic follow."""
-        own = (self.policy_encoder, self.policy_trunk, self.policy_out)
-        return sum(p.numel() for part in own for p in part.parameters())
 
 
 class GaussianOut(nn.Module):
@@ -251,8 +266,8 @@ class TwinCritic(nn.Module):
         return x.squeeze(-1)
 
 
-class TwinActor(nn.Module):
-    """A policy and two critics; the policy's parameters come first.
+class TwinActor(_PolicyFirst):
+    """A policy and two critics.
 
     Args:
         out: makes the policy's last layer for features of this width; it gives the parameters of
@@ -286,15 +301,10 @@ class TwinActor(nn.Module):
         self.policy_out = out(hidden[-1] if hidden else features)
         inputs = self.critic_encoder.features + head.size
         self.critics = TwinCritic(inputs, critic_hidden, activation, generator)
-        low, high = (np.ravel(bound).astype(np.float32) for bound in bounds)
-        self.register_buffer("middle", torch.from_numpy((high + low) / 2))
-        self.register_buffer("reach", torch.from_numpy((high - low) / 2))
+        middle, reach = _middle_and_reach(*bounds)
+        self.register_buffer("middle", middle)
+        self.register_buffer("reach", reach)
         self.register_buffer("log_std", log_std)
-
-    def forward(self, observations: Observations) -> Tensor:
-        """What the policy's last layer gives."""
-        given: Tensor = self.policy_out(self.policy_trunk(self.policy_encoder(observations)))
-        return given
 
     def policy(self, observations: Observations) -> Tensor:
         """The parameters of `head`."""
@@ -318,11 +328,6 @@ class TwinActor(nn.Module):
         """The lower of the two values of the policy's likeliest action, [N]."""
         actions = self.head.mode(self.policy(observations))
         return self.q(observations, self.unit(actions)).amin(0)
-
-    def policy_size(self) -> int:
-        """How many of the flat parameters are the policy's; those of the critics follow."""
-        own = (self.policy_encoder, self.policy_trunk, self.policy_out)
-        return sum(p.numel() for part in own for p in part.parameters())
 
 
 class FastTwin:
@@ -490,18 +495,15 @@ def _hidden(hidden: Sequence[int] | None, encoder: Encoder) -> Sequence[int]:
     return () if has_image(encoder) else (64, 64)
 
 
-def is_plain(model: nn.Module) -> bool:
+def is_plain(model: Any) -> bool:
     """Whether numpy can do this model's arithmetic (of a TwinActor the policy's): no image, on the
     CPU, tanh or relu."""
-    if not isinstance(model, QNetwork | BoundedActor | TwinActor) or not can_encode(
-        model.policy_encoder
-    ):
-        return False
+    if type(model) not in (QNetwork, BoundedActor, TwinActor):
+        return False  # a subclass may have a forward of its own
     trunks = [getattr(model, name, ()) for name in ("policy_trunk", "critic_trunk")]
     parts = [part for trunk in trunks for part in trunk]
     return (
-        type(model)
-        in (QNetwork, BoundedActor, TwinActor)  # a subclass may have a forward of its own
+        can_encode(model.policy_encoder)
         and all(isinstance(part, nn.Linear | nn.Tanh | nn.ReLU) for part in parts)
         and all(p.device.type == "cpu" and p.requires_grad for p in model.parameters())
     )
