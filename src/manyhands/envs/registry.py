@@ -22,7 +22,7 @@ import gymnasium
 from manyhands import streams
 from manyhands.engines import calls
 from manyhands.envs.spaces import MaskedObservation, has_mask
-from manyhands.errors import ConfigError, ManyhandsError, SupportError, needs
+from manyhands.errors import ConfigError, ManyhandsError, SupportError, importing, needs
 from manyhands.types import MASK
 
 EnvSource = str | Callable[..., Any]
@@ -245,7 +245,8 @@ def _from_import_path(path: str) -> EnvSource:
     module_name, _, attribute = path.partition(":")
     calls.refuse_python(path)
     try:
-        module = importlib.import_module(module_name)
+        with importing(module_name):
+            module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
             f"the environment {path!r} names the module {module_name!r}, which cannot be "
