@@ -232,6 +232,15 @@ def test_the_last_info_of_an_episode_in_vector_envs(mode: AutoresetMode) -> None
     envs.close()
 
 
+def test_a_key_that_no_info_has_is_said_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = SMALL | {"quiet": False, "steps": 192}
+    mh.train("ppo", log_info=["stage", "stagee"], run_dir=str(tmp_path / "run"), **settings, **PPO)
+    said = "no finished episode had stagee in the info of its last step"
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 def test_an_info_that_is_no_number_is_an_error() -> None:
     counted = gymnasium.wrappers.RecordEpisodeStatistics(hook_programs.Staged())
     envs = make_vec(lambda: counted, 1, seed=1)

@@ -590,6 +590,7 @@ def _network_faults(experiment: Experiment, look: Any) -> Iterator[str]:
 
 def _look_at(run: RunConfig) -> Iterator[str]:
     """Make one environment, ask its spaces, close it."""
+    import gymnasium
     from gymnasium.vector import VectorEnv
 
     from manyhands import envs
@@ -616,6 +617,13 @@ def _look_at(run: RunConfig) -> Iterator[str]:
         yield _NO_OTHERS.format(run.env)
     source, here = resolve(run.env), run.envs_per_worker
     env = env_factory(source, run.env_kwargs, max(1, here))()
+    if not isinstance(env, gymnasium.Env | VectorEnv):
+        game = hasattr(env, "possible_agents")
+        yield (
+            f"{run.env} gives an object of type {type(env).__name__}, and a gymnasium.Env is "
+            "expected" + "; for a game of PettingZoo, type: --env-backend pettingzoo" * game
+        )
+        return
     try:
         if isinstance(env, VectorEnv):
             env = as_gymnasium(env)
