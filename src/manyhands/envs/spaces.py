@@ -47,10 +47,12 @@ def check_observation_space(space: gymnasium.Space[Any]) -> None:
 
 
 def flat_space(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
-    """A space of spaces as a Dict of named parts; any other, and a flat Dict, as it is."""
-    inner = space.spaces.values() if isinstance(space, spaces.Dict) else ()
+    """A space of spaces as a Dict of named parts; any other, and a flat Dict whose keys are text,
+    as it is."""
+    inner = space.spaces.items() if isinstance(space, spaces.Dict) else ()
     nested = isinstance(space, spaces.Tuple) or any(
-        isinstance(part, (spaces.Dict, spaces.Tuple)) for part in inner
+        isinstance(part, (spaces.Dict, spaces.Tuple)) or not isinstance(key, str)
+        for key, part in inner
     )
     return spaces.Dict(dict(_named_spaces(space))) if nested else space
 
