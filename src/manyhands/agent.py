@@ -72,6 +72,8 @@ _NOT_HERE = {
     "address": "the launcher decides it: manyhands launch --address A",
     "num_envs": "it follows from the environments that the agent is given",
     "env_backend": "you make the environments yourself",
+    "opponents": "games in turns are played by `manyhands train --env-backend pettingzoo`",
+    "opponent_every": "games in turns are played by `manyhands train --env-backend pettingzoo`",
     "overlap": "it belongs to strategies single and gather of `manyhands train`",
     "run_dir": "agent.save(DIR) writes the policy",
     "checkpoint_seconds": "agent.save(DIR) writes the policy",

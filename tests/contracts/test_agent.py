@@ -305,6 +305,7 @@ def test_a_worker_that_is_killed_ends_the_others(algorithm: str, role: str, work
         ("ppo", {"learning_rat": 1}, "did you mean learning_rate"),
         ("ppo", {"workers": 2}, "manyhands launch -n N"),
         ("ppo", {"num_envs": 2}, "follows from the environments"),
+        ("ppo", {"opponents": 3}, "games in turns are played by `manyhands train"),
         ("ppo", {"gamma": 2.0}, "gamma=2 must lie from 0 to 1"),
         ("ddpg", {}, "Discrete"),
         ("ppo", {"minibatch": 100}, "does not go evenly"),

@@ -138,6 +138,11 @@ def test_methods_that_need_no_object(tmp_path: Path) -> None:
     assert records(result.run_dir)[-1]["static"] == 1
 
 
+def test_none_is_no_hooks(tmp_path: Path) -> None:
+    settings = SMALL | {"steps": 192, "run_dir": tmp_path / "run"}
+    assert mh.train("ppo", hooks=None, **settings, **PPO).summary["exit"] == "finished"
+
+
 def test_an_error_in_a_hook_names_it(tmp_path: Path) -> None:
     with pytest.raises(WorkerError) as caught:
         mh.train("ppo", hooks=hook_programs.Fails, run_dir=str(tmp_path / "run"), **SMALL, **PPO)
