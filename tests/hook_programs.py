@@ -97,6 +97,31 @@ class Mistyped:
         """It takes a run."""
 
 
+class Unbound:
+    """As good as any: their methods need no object."""
+
+    @staticmethod
+    def on_update(run: Any) -> None:
+        run.record("static", 1)
+
+    @classmethod
+    def on_episode(cls, run: Any, episode: Any) -> None:
+        run.record("class", 1)
+
+
+class Awaited:
+    async def on_update(self, run: Any) -> None:
+        """Nobody awaits it."""
+
+    def on_end(self, run: Any) -> Any:
+        yield
+
+
+class SetsNothing:
+    def on_update(self, run: Any) -> None:
+        run.set_env_attribute("stagee", 1)
+
+
 class Endless(Staged):
     """An episode that does not end."""
 

@@ -53,7 +53,7 @@ from manyhands.envs.vector import VectorAdapter
 from manyhands.errors import ConfigError
 from manyhands.experiment.bottleneck import Phases
 from manyhands.experiment.records import Records
-from manyhands.policy import Policy, save_policy
+from manyhands.policy import Policy, Started, save_policy
 from manyhands.strategies import registry as strategies
 from manyhands.strategies.context import Context, Part
 from manyhands.strategies.progress import RunProgress
@@ -72,13 +72,14 @@ _NOT_HERE = {
     "address": "the launcher decides it: manyhands launch --address A",
     "num_envs": "it follows from the environments that the agent is given",
     "env_backend": "you make the environments yourself",
+    "opponents": "games in turns are played by `manyhands train --env-backend pettingzoo`",
+    "opponent_every": "games in turns are played by `manyhands train --env-backend pettingzoo`",
     "overlap": "it belongs to strategies single and gather of `manyhands train`",
     "run_dir": "agent.save(DIR) writes the policy",
     "checkpoint_seconds": "agent.save(DIR) writes the policy",
     "timeout": "it is an argument of mh.Parallel(timeout=...)",
     "hooks": "the loop is yours: call what you like in it",
     "log_info": "envs.step gives you every info",
-    "start_from": "it is an option of `manyhands train`",
     "eval_every": "act(obs, explore=False) evaluates, whenever you like",
     "eval_episodes": "act(obs, explore=False) evaluates, whenever you like",
     "log_every": "agent.update() gives every report to you",
@@ -140,19 +141,20 @@ class Agent:
         plan = _Plan(algorithm, asked, par, self._envs)
         self.experiment = experiment = plan.experiment(name_of_env(envs))
         validate.check_given(experiment, *spaces)
-        self._until_closed = ExitStack()
-        if plan.alone:
-            worker: Any = World(1, timeout_from(None)).workers[0]
-            self._until_closed.enter_context(devices.one_thread())
-        else:
-            worker = _Named(plan.worker)
-        self._context = _Context(experiment, worker, self._envs)
-        if not self._context.synchronous:
-            self._context.build(spaces)
-        self._records = _Reports(experiment)
-        self._progress = RunProgress(self._context, self._records)
-        load = strategies.spec_of(experiment.strategy).load_part()
-        self._part: Part = load(self._context, self._progress)
+        with ExitStack() as opened:
+            if plan.alone:
+                worker: Any = World(1, timeout_from(None)).workers[0]
+                opened.enter_context(devices.one_thread())
+            else:
+                worker = _Named(plan.worker)
+            self._context = _Context(experiment, worker, self._envs)
+            if not self._context.synchronous:
+                self._context.build(spaces)
+            self._records = _Reports(experiment)
+            self._progress = RunProgress(self._context, self._records)
+            load = strategies.spec_of(experiment.strategy).load_part()
+            self._part: Part = load(self._context, self._progress)
+            self._until_closed = opened.pop_all()
         if self._part.stepper is not None:
             self._part.stepper.begun = True  # the user resets the environments
         self.policy = self._make_policy(spaces)
@@ -170,6 +172,12 @@ class Agent:
         """Whether what this worker plays is learned from. A learner or a server may step its
         environments like everybody else, and need not."""
         return self._part.stepper is not None
+
+    @property
+    def started(self) -> Started | None:
+        """What `start_from` has brought along (`started.taken`) and what not (`started.left`); None
+        without it, and on workers that only act."""
+        return self._context.started
 
     @property
     def done(self) -> bool:
@@ -495,6 +503,8 @@ class _Plan:
     def experiment(self, env: tuple[str, dict[str, Any]]) -> Experiment:
         name, kwargs = env
         asked = {"env": name, "env_kwargs": kwargs} | self.asked
+        if asked.get("start_from"):
+            asked["start_from"] = os.path.abspath(asked["start_from"])
         return build(
             self.algorithm,
             **asked

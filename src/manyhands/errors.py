@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class ManyhandsError(Exception):
@@ -38,6 +40,21 @@ class Stopped(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.number = number
+
+
+@contextmanager
+def importing(place: str) -> Iterator[None]:
+    """ConfigError where a module of the user's ends the program when it is imported, as a script
+    does that has no main guard: it would end ours without a word."""
+    try:
+        yield
+    except SystemExit as leave:
+        if leave.code == 128 + signal.SIGTERM:  # how a signal ends a worker: no module's doing
+            raise
+        raise ConfigError(
+            f"{place} called sys.exit({'' if leave.code is None else repr(leave.code)}) while it "
+            'was imported; what it does as a script belongs under: if __name__ == "__main__":'
+        ) from leave
 
 
 def needs(package: str, extra: str, cause: Exception | None = None) -> SupportError:

@@ -25,7 +25,7 @@ from manyhands.envs import make_vec
 from manyhands.envs.adapter import ActionMap
 from manyhands.envs.make import to_look_at
 from manyhands.envs.registry import resolve, takes_num_envs
-from manyhands.envs.spaces import choices, flat_mask, has_mask, load_spaces
+from manyhands.envs.spaces import LegalCheck, choices, has_mask, load_spaces, mask_row
 from manyhands.errors import ConfigError
 from manyhands.math.running_stats import Moments, Normaliser
 from manyhands.networks.build import ActorCritic, RecurrentActorCritic, to_tensor
@@ -139,8 +139,19 @@ class Policy:
             mask: which actions are possible, such as info["action_mask"], where the observation
                 does not say so itself.
         """
-        masks = None if mask is None else flat_mask(mask)[None]
+        masks = None
+        if mask is not None:
+            masks = self._possible(mask)[None]
+        elif isinstance(observation, dict) and MASK in observation:
+            observation = {**observation, MASK: self._possible(observation[MASK])}
         return self.act_batch(_as_batch(observation), deterministic, mask=masks)[0]
+
+    def _possible(self, mask: Any) -> Array:
+        """A mask that fits the actions and leaves one of them."""
+        row = mask_row(mask, self.action_space)
+        if (fault := LegalCheck(self.action_space).fault(row[None])) is not None:
+            raise ConfigError(f"the {MASK} {fault[1]}")
+        return row
 
     @torch.no_grad()
     def act_batch(
@@ -232,7 +243,12 @@ class Policy:
                 f'policy.act(observation, mask=info["{MASK}"])'
             )
         if mask is not None:
-            choices(self.action_space)
+            expected = trees.rows(observations), sum(choices(self.action_space))
+            if np.shape(mask) != expected:
+                raise ConfigError(
+                    f"masks of shape {np.shape(mask)} were given with {expected[0]} observations; "
+                    f"a row for each, {expected}, is expected"
+                )
 
     def _seen(self, observations: Any) -> Any:
         """Named parts of a nested observation, normalised, as tensors; in the form of the space,

@@ -117,8 +117,8 @@ def _named_hooks(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Hooks travel by name: a class by its own. Where the workers are this process, any object
     will do, and is found by a name for as long as the run goes on."""
     hooks, engine = options.get("hooks", ""), options.get("engine", "local")
-    if isinstance(hooks, str):
-        yield options
+    if hooks is None or isinstance(hooks, str):
+        yield options | ({"hooks": ""} if hooks is None else {})
         return
     if engine != "inline" and joined.place_in(engine) is None:
         if not isinstance(hooks, type):

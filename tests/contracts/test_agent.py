@@ -147,6 +147,34 @@ def test_a_network_of_the_script_itself_is_saved_and_loaded(algorithm: str, tmp_
     assert np.isfinite(evaluate(tmp_path / "policy", 3).mean_return)
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
+def test_it_goes_on_from_what_it_saved(algorithm: str, tmp_path: Path) -> None:
+    """The weights of before, in another process or another environment, too."""
+    options = SMALL[algorithm] | {"seed": 1}
+    with Agent(algorithm, programs.vector(), **options) as first:
+        first.save(tmp_path / "saved")
+        before = first.policy.model.state_dict()
+    with Agent(algorithm, programs.vector(), **options | {"seed": 2}) as fresh:
+        assert fresh.started is None
+        assert not same_weights(before, fresh.policy.model.state_dict())
+    again = options | {"seed": 2, "start_from": tmp_path / "saved"}
+    with Agent(algorithm, programs.vector(), **again) as agent:
+        assert same_weights(before, agent.policy.model.state_dict())
+        assert agent.started is not None
+        assert len(agent.started.taken) >= len(before)
+        assert not agent.started.left
+    threads = torch.get_num_threads()
+    for folder, words in (("nowhere", "holds no config.toml"), ("saved", "no layer fits")):
+        wrong = options | {"start_from": tmp_path / folder, "hidden": (3,)}
+        with pytest.raises(ConfigError, match=words):
+            Agent(algorithm, programs.vector(), **wrong)
+    assert torch.get_num_threads() == threads
+
+
+def same_weights(one: Any, other: Any) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_an_environment_without_a_name(tmp_path: Path) -> None:
     """`load` needs the spaces alone, `evaluate` a name."""
     env = gymnasium.wrappers.FlattenObservation(gymnasium.make("CartPole-v1"))
@@ -277,6 +305,7 @@ def test_a_worker_that_is_killed_ends_the_others(algorithm: str, role: str, work
         ("ppo", {"learning_rat": 1}, "did you mean learning_rate"),
         ("ppo", {"workers": 2}, "manyhands launch -n N"),
         ("ppo", {"num_envs": 2}, "follows from the environments"),
+        ("ppo", {"opponents": 3}, "games in turns are played by `manyhands train"),
         ("ppo", {"gamma": 2.0}, "gamma=2 must lie from 0 to 1"),
         ("ddpg", {}, "Discrete"),
         ("ppo", {"minibatch": 100}, "does not go evenly"),

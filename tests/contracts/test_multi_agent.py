@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import manyhands as mh
 from manyhands.cli.main import main
 from manyhands.config import build, validate
 from manyhands.envs import make_vec
-from manyhands.errors import ConfigError
+from manyhands.errors import ConfigError, SupportError
 from manyhands.viewing.evaluation import evaluate
 
 pettingzoo = pytest.importorskip("pettingzoo")
@@ -375,13 +376,36 @@ def test_whoever_sits_in_another_seat_remembers_that_game_alone() -> None:
         ({"env": RACE, "opponents": 2}, "an AECEnv"),
         ({"env": "CartPole-v1", "env_backend": "auto", "opponents": 2}, "leave --opponents out"),
         ({"env": "pettingzoo.classic.connect_for_v3"}, "there is no environment"),
+        ({"env": "classic/rps_v1"}, "Did you mean pettingzoo.classic.rps_v2"),
+        (
+            {"env": "classic/rps_v2", "env_backend": "auto"},
+            "it looks like a game of PettingZoo: type: --env-backend pettingzoo",
+        ),
+        (
+            {"env": "pettingzoo.classic.tictactoe_v3:env", "env_backend": "auto"},
+            "gives an object of type OrderEnforcingWrapper, and a gymnasium.Env is expected; for a "
+            "game of PettingZoo, type: --env-backend pettingzoo",
+        ),
         ({"env": f"{__name__}:make_nothing"}, "needs a ParallelEnv or an AECEnv"),
+        (
+            {"env": f"{__name__}:make_nothing", "env_backend": "auto"},
+            "gives an object of type object, and a gymnasium.Env is expected",
+        ),
     ],
 )
 def test_faults_are_said_before_anything_starts(options: dict[str, Any], said: str) -> None:
     asked = {"env_backend": "pettingzoo", "num_envs": 6, "minibatch": 256} | options
     (fault,) = validate.faults(build("ppo", **asked))
     assert said in fault
+
+
+def test_what_a_game_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rlcard", None)  # as where it is not installed
+    of_it = ("pettingzoo.classic.rlcard_envs", "pettingzoo.classic.leduc_holdem_v4")
+    for name in [module for module in sys.modules if module.startswith(of_it)]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SupportError, match=r"needs rlcard, .* pip install 'pettingzoo\[classic\]'"):
+        make_vec("pettingzoo.classic.leduc_holdem_v4", 2, backend="pettingzoo")
 
 
 def make_nothing() -> object:

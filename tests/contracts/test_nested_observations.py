@@ -92,6 +92,15 @@ class Pair(gymnasium.Env):
         return place, np.int64(self.np_random.integers(2))
 
 
+class Numbered(Pair):
+    """The same two as a Dict whose keys are numbers, as agents or cameras are numbered."""
+
+    observation_space = spaces.Dict(dict(enumerate(Pair.observation_space)))
+
+    def _observation(self) -> Any:
+        return dict(enumerate(super()._observation()))
+
+
 ROBOT, PAIR = f"{__name__}:Robot", f"{__name__}:Pair"
 SMALL = {"engine": "inline", "hidden": (8,), "quiet": True, "tensorboard": False, "num_envs": 4}
 
@@ -205,6 +214,18 @@ def test_learns_looks_and_exports(tmp_path: Path) -> None:
     assert [part.name for part in session.get_inputs()] == NAMES
     (exported,) = session.run(None, trees.named(batch))
     np.testing.assert_array_equal(exported, actions)
+
+
+def test_keys_may_be_numbers(tmp_path: Path) -> None:
+    """They learn what a Tuple of the same parts learns, and are given as the environment gives
+    them."""
+    runs = [learned(tmp_path, env=env, steps=128) for env in (f"{__name__}:Numbered", PAIR)]
+    one, two = map(arrays_of, runs)
+    assert one.keys() == two.keys()
+    assert all(np.array_equal(one[name], two[name]) for name in one)
+    place = np.array([0.5, -0.5], np.float32)
+    policies = [mh.load(run) for run in runs]
+    assert policies[0].act({0: place, 1: 1}) == policies[1].act((place, 1))
 
 
 def test_resumes_exactly(tmp_path: Path) -> None:

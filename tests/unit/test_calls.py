@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from manyhands import ConfigError, WorkerError, launch
+from manyhands.cli.main import main
 from manyhands.engines import calls
 
 
@@ -114,6 +115,27 @@ def test_trouble_inside_the_users_module_stays_what_it_is(
         for _ in range(2):
             with pytest.raises(error):
                 calls.find(name)
+
+
+def test_a_module_that_ends_the_program_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever asks for it: a script without a main guard would end the command without a word."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "unguarded.py").write_text("import sys\nsys.exit(3)\n")
+    words = ["train", "ppo", "--env", "CartPole-v1", "--run-dir", "run"]
+    for given in (
+        [*words, "--hooks", "unguarded:Hooks"],
+        [*words, "--network", "unguarded:build"],
+        [*words, "--env", "unguarded:make"],
+        ["train", "unguarded:SPEC", "--env", "CartPole-v1"],
+    ):
+        assert main(given) == 2
+        said = capsys.readouterr().err
+        assert "unguarded called sys.exit(3) while it was imported" in said
+        assert 'if __name__ == "__main__":' in said
+    assert not (tmp_path / "run").exists()
 
 
 def returns_a_lock() -> Any:

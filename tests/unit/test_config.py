@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -118,7 +119,9 @@ def test_what_people_write_is_understood() -> None:
     experiment = build(
         "ppo", env="X", steps=1e6, seed=np.int64(3), timeout=5, hidden=[32], learning_rate=1,
         betas=[0, 1], env_kwargs={"size": np.float32(0.5), "shape": (1, 2)},
+        start_from=Path("runs") / "earlier",
     )  # fmt: skip
+    assert experiment.run.start_from == os.path.join("runs", "earlier")
     run, options = experiment.run, experiment.options
     assert (run.steps, run.seed, run.timeout, run.hidden) == (1_000_000, 3, 5.0, (32,))
     assert type(run.steps) is type(run.seed) is int

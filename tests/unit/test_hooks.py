@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +119,28 @@ def test_what_is_wrong_with_hooks_is_said_before_anything_starts(
     for name, words_of_it in (
         ("hook_programs:Staged", "has none of the methods"),
         ("hook_programs:Nobody", "cannot be found"),
-        ("no_such_module:Hooks", "type: --hooks package.module:Class"),
+        ("hook_programs:", "type: --hooks package.module:Class"),
+        ("hook_programs.Looks", "type: --hooks hook_programs:Looks"),
+        ("no_such_module:Hooks", "type before your command: PYTHONPATH=THAT_FOLDER"),
+        ("hook_programs:Awaited", "write: def on_update(self, run), without async and yield"),
     ):
         assert main([*words, name]) == 2
         assert words_of_it in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="give the class, hooks=Looks, or engine='inline'"):
         mh.train("ppo", env="CartPole-v1", hooks=hook_programs.Looks())
+
+
+def test_methods_that_need_no_object(tmp_path: Path) -> None:
+    result = mh.train(
+        "ppo", hooks=hook_programs.Unbound, run_dir=str(tmp_path / "run"), **SMALL, **PPO
+    )
+    assert records(result.run_dir)[-1]["static"] == 1
+
+
+def test_none_is_no_hooks(tmp_path: Path) -> None:
+    settings = SMALL | {"steps": 192, "run_dir": tmp_path / "run"}
+    assert mh.train("ppo", hooks=None, **settings, **PPO).summary["exit"] == "finished"
 
 
 def test_an_error_in_a_hook_names_it(tmp_path: Path) -> None:
@@ -135,6 +151,44 @@ def test_an_error_in_a_hook_names_it(tmp_path: Path) -> None:
     assert 'raise LookupError("no such shelf")' in str(caught.value), "the user's own traceback"
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert "raised by the hook Fails.on_episode" in summary["exit"]
+
+
+def test_metrics_of_the_run_itself_stay_what_they_are(tmp_path: Path) -> None:
+    """Curves are drawn over env_steps, and read from names that algorithms give."""
+    refused, told = set(), set()
+
+    class Takes:
+        def on_update(self, run: Any) -> None:
+            written = records(run.run_dir)[-1] if run.updates > 1 else {}
+            told.update(set(written) | set(run.metrics))
+            for name in told - {"own/mine"}:
+                with suppress(ConfigError):
+                    run.record(name, -1)
+                    continue
+                refused.add(name)
+            run.record("own/mine", 1)
+            if run.updates == 3:
+                run.record("env_steps", 0)
+
+    with pytest.raises(WorkerError, match="such as own/env_steps") as caught:
+        mh.train(
+            "ppo", hooks=Takes, log_info=["stage"], eval_every=64, eval_episodes=1,
+            run_dir=str(tmp_path / "run"), **SMALL, **PPO,
+        )  # fmt: skip
+    assert "raised by the hook" in str(caught.value)
+    assert {"env_steps", "policy_loss", "info/stage", "seconds/rollout", "eval_return"} <= refused
+    assert refused == told - {"own/mine"}
+
+
+def test_an_attribute_nobody_has_names_the_hooks(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError) as caught:
+        mh.train(
+            "ppo", hooks=hook_programs.SetsNothing, run_dir=str(tmp_path / "run"), **SMALL, **PPO
+        )
+    assert "has no attribute 'stagee'" in str(caught.value)
+    assert "asked for by hook_programs:SetsNothing: set_env_attribute('stagee', 1)" in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,6 +235,15 @@ def test_the_last_info_of_an_episode_in_vector_envs(mode: AutoresetMode) -> None
     assert some.any()
     assert not some.all()
     envs.close()
+
+
+def test_a_key_that_no_info_has_is_said_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = SMALL | {"quiet": False, "steps": 192}
+    mh.train("ppo", log_info=["stage", "stagee"], run_dir=str(tmp_path / "run"), **settings, **PPO)
+    said = "no finished episode had stagee in the info of its last step"
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_info_that_is_no_number_is_an_error() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
 
 import manyhands as mh
 from manyhands.algorithms.off_policy import epsilon_greedy
@@ -409,6 +410,110 @@ def stuck_size() -> Stuck:
 def test_a_mask_that_does_not_fit_is_refused_before_anything_starts(env: Any, said: str) -> None:
     experiment = build("ppo", env=f"{__name__}:{env.__name__}")
     assert any(said in fault for fault in faults(experiment))
+
+
+class InInfo(gymnasium.Env):  # type: ignore[misc]
+    """Four actions; what `info` says of them is given: at the start, and in step 3 of ten."""
+
+    observation_space = spaces.Box(0, 1, (1,), np.float32)
+    action_space = spaces.Discrete(4)
+
+    def __init__(self, first: Any = (1, 0, 1, 0), third: Any = (1, 0, 1, 0)) -> None:
+        self.first = None if first == "none" else first  # a configuration has no None
+        self.third, self._steps = third, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return np.zeros(1, np.float32), {MASK: self.first}
+
+    def step(self, action: Any) -> Any:
+        assert action in (0, 2)
+        self._steps += 1
+        info = {MASK: self.third if self._steps == 3 else self.first}
+        if self._steps == 3 and self.third == "none":
+            info = {}
+        return np.zeros(1, np.float32), 0.0, self._steps == 10, False, info
+
+
+def in_info(num_envs: int, **masks: Any) -> SyncVectorEnv:
+    return SyncVectorEnv([lambda: InInfo(**masks)] * num_envs)
+
+
+WRONG = [
+    ((1, 1, 1), "has shape (3,), and the action space Discrete(4) needs 4 numbers"),
+    ((0, 0, 0, 0), "leaves no action that is possible"),
+    (None, "leaves no action that is possible"),
+    # what others add to logits: 0 for what is possible
+    ((0.0, float("-inf"), 0.0, -1e9), "has other numbers than 1"),
+    ((float("nan"), 1, 0, 0), "has other numbers than 1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "mask", "said"),
+    # Gymnasium's vectors leave out what is None: there are no masks then.
+    [(make, *case) for make in (InInfo, in_info) for case in WRONG if make is InInfo or case[0]],
+)
+def test_a_first_mask_in_info_that_is_none_is_refused_before_anything_starts(
+    make: Any, mask: Any, said: str
+) -> None:
+    name = f"{__name__}:{make.__name__}"
+    (fault,) = faults(build("ppo", env=name, workers=1, env_kwargs={"first": mask or "none"}))
+    assert said in fault
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"), [*WRONG[:2], *WRONG[3:], ("none", "info has no action_mask here")]
+)
+def test_a_later_mask_in_info_that_is_none_says_where(mask: Any, said: str) -> None:
+    envs = make_vec(InInfo, 2, seed=1, third=mask)
+    envs.reset()
+    actions = np.zeros(2, np.int64)
+    for _ in range(2):
+        envs.step(actions)
+    with pytest.raises((ConfigError, WorkerError)) as caught:
+        envs.step(actions)
+    assert said in str(caught.value)
+    notes = getattr(caught.value, "__notes__", [])
+    assert "env 0 (episode 0, step 3, seed" in " ".join([str(caught.value), *notes])
+
+
+class AddedToLogits(Stuck):
+    def __init__(self) -> None:
+        super().__init__(mask=spaces.Box(-np.inf, 0, (5,), np.float32))
+
+    def _seen(self) -> Any:
+        return {"x": np.zeros(1, np.float32), MASK: np.array([0, -1e9, 0, 0, -1e9], np.float32)}
+
+
+def test_a_mask_of_the_observation_that_is_added_to_logits_is_refused() -> None:
+    with pytest.raises(WorkerError, match=r"of env 0 .* has other numbers than 1"):
+        make_vec(AddedToLogits, 2, seed=1).reset()
+
+
+def test_a_policy_refuses_masks_that_are_none(tmp_path: Path) -> None:
+    for where in ("info", "observation"):
+        env = {"where": where, "actions": 6}
+        policy = load(trained(tmp_path / where, "ppo", {**ROLLOUT, "minibatch": 32}, env))
+        shown = np.zeros(1, np.float32)
+
+        def act(mask: Any, policy: Any = policy, shown: Any = shown, where: str = where) -> Any:
+            if where == "info":
+                return policy.act(shown, mask=mask)
+            return policy.act({"observation": shown, MASK: mask})
+
+        assert act([0, 0, 0, 0, 1, 0]) == 4
+        assert act(np.arange(6) == 2) == 2
+        for mask, said in (
+            ([1, 1, 1], "needs 6 numbers"),
+            ([0] * 6, "leaves no action"),
+            ([0, -np.inf] * 3, "has other numbers"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                act(mask)
+    with pytest.raises(ConfigError, match=r"a row for each, \(2, 6\), is expected"):
+        policy.act_batch(np.zeros((2, 1), np.float32), mask=np.ones((2, 5)))
 
 
 def test_masks_and_a_network_of_ones_own(tmp_path: Path) -> None:

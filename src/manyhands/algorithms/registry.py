@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from manyhands.errors import ConfigError
+from manyhands.errors import ConfigError, importing
 
 # -- options ---------------------------------------------------------------------------------------
 
@@ -490,7 +490,8 @@ def named(path: str) -> Any:
     if not colon or not module or not name:
         raise ConfigError(f"{path!r} is not of the form package.module:NAME")
     try:
-        found: Any = importlib.import_module(module)
+        with importing(module):
+            found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # of the user's own imports: the traceback says where

@@ -590,6 +590,7 @@ def _network_faults(experiment: Experiment, look: Any) -> Iterator[str]:
 
 def _look_at(run: RunConfig) -> Iterator[str]:
     """Make one environment, ask its spaces, close it."""
+    import gymnasium
     from gymnasium.vector import VectorEnv
 
     from manyhands import envs
@@ -616,6 +617,13 @@ def _look_at(run: RunConfig) -> Iterator[str]:
         yield _NO_OTHERS.format(run.env)
     source, here = resolve(run.env), run.envs_per_worker
     env = env_factory(source, run.env_kwargs, max(1, here))()
+    if not isinstance(env, gymnasium.Env | VectorEnv):
+        game = hasattr(env, "possible_agents")
+        yield (
+            f"{run.env} gives an object of type {type(env).__name__}, and a gymnasium.Env is "
+            "expected" + "; for a game of PettingZoo, type: --env-backend pettingzoo" * game
+        )
+        return
     try:
         if isinstance(env, VectorEnv):
             env = as_gymnasium(env)
@@ -685,7 +693,7 @@ def _hooks_faults(experiment: Experiment) -> Iterator[str]:
     try:
         found: Any = calls.find(name)
     except ConfigError as error:
-        yield f"hooks: {error}; type: --hooks package.module:Class"
+        yield f"hooks: {error}{_how_to_name(name, str(error))}"
         return
     except Exception as error:  # the module is anybody's code and may raise anything
         yield f"hooks {name} cannot be imported: {type(error).__name__}: {error}"
@@ -699,16 +707,37 @@ def _hooks_faults(experiment: Experiment) -> Iterator[str]:
     if not methods:
         yield f"hooks {name} has none of the methods {in_words(list(HOOKS), 'or')}"
     for method in methods:
-        if method not in HOOKS:
-            yield f"hooks {name} has a method {method}; hooks have {in_words(list(HOOKS))}"
-            continue
-        given = ("run", *HOOKS[method])
-        function = getattr(found, method)
-        takes = (object(), *given) if isinstance(found, type) else given
-        try:
-            inspect.signature(function).bind(*takes)
-        except (TypeError, ValueError):
-            yield f"hooks {name}: {method} is called with ({', '.join(given)}); let it take these"
+        yield from _method_faults(name, found, method)
+
+
+def _how_to_name(name: str, said: str) -> str:
+    """What to type, after why hooks of that name are not there."""
+    place, colon, _ = name.rpartition(":")
+    if not colon and "." in name:  # as Python itself writes it
+        return f"; type: --hooks {':'.join(name.rsplit('.', 1))}"
+    if "No module named" in said:
+        return f". {calls.where_to_look(place)}"
+    return "; type: --hooks package.module:Class"
+
+
+def _method_faults(name: str, found: Any, method: str) -> Iterator[str]:
+    """Of one method of the hooks, by its name."""
+    if method not in HOOKS:
+        yield f"hooks {name} has a method {method}; hooks have {in_words(list(HOOKS))}"
+        return
+    given, function = ("run", *HOOKS[method]), getattr(found, method)
+    static = isinstance(inspect.getattr_static(found, method), (staticmethod, classmethod))
+    takes = (object(), *given) if isinstance(found, type) and not static else given
+    try:
+        inspect.signature(function).bind(*takes)
+    except (TypeError, ValueError):
+        yield f"hooks {name}: {method} is called with ({', '.join(given)}); let it take these"
+        return
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        yield (
+            f"hooks {name}: {method} would never run, for it is called as a plain function; write: "
+            f"def {method}({', '.join(('self', *given))}), without async and yield"
+        )
 
 
 def _required(cls: type) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import typing
 from collections.abc import Mapping
 from numbers import Integral, Real
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union
 
@@ -41,7 +42,7 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     """The value as the field's type has it; ConfigError when it is of another kind.
 
     Whole floats are taken for ints (steps=1e6), ints for floats, lists for tuples, numpy's
-    scalars for Python's.
+    scalars for Python's, a Path for its text.
     """
     origin = typing.get_origin(hint)
     if origin in (Union, UnionType):
@@ -56,6 +57,8 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
         return value
     if hint is Workers:
         return _workers(name, value)
+    if hint is str and isinstance(value, Path):
+        return str(value)
     if hint in (int, float):
         number = _number(value, hint)
         if number is not None:

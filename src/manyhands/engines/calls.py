@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from manyhands import wire
-from manyhands.errors import ConfigError, WorkerError
+from manyhands.errors import ConfigError, WorkerError, importing
 
 _MAIN = "__manyhands_main__"  # before the path of a script that is imported, not run
 _ROOM = 96 * 1024  # what fits an environment variable with room to spare
@@ -105,7 +105,8 @@ def find(name: str) -> Callable[..., Any]:
     if not place:
         raise ConfigError(f"{name!r} cannot be found: it is not of the form module:function")
     try:
-        found: Any = _script(place) if place.endswith(".py") else importlib.import_module(place)
+        with importing(place):
+            found: Any = _script(place) if place.endswith(".py") else importlib.import_module(place)
     except ModuleNotFoundError as fault:
         # WHY look at the name: what the module itself fails to import is the user's own trouble,
         # and its traceback tells him where.
@@ -120,6 +121,15 @@ def find(name: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(f"{name} is not a function")
     return found  # type: ignore[no-any-return]
+
+
+def where_to_look(place: str) -> str:
+    """What to do about a module that cannot be found."""
+    return (
+        "It is looked for in the folder from which you start and on PYTHONPATH; go to the folder "
+        f"that holds {place.split('.')[0]} and start there, or type before your command: "
+        "PYTHONPATH=THAT_FOLDER"
+    )
 
 
 def refuse_python(name: str) -> None:

@@ -271,14 +271,9 @@ class VecAdapter(ABC):
         """Whether something can be done wherever an action is to be chosen; `envs`: the rows'."""
         if self._legal is None:
             return
-        bad = self._legal.bad_rows(obs[MASK])
-        if len(bad):
-            env = int(bad[0] if envs is None else envs[bad[0]])
-            raise WorkerError(
-                f"the {MASK} of {self._where(env)} leaves no action that is possible; a state in "
-                "which nothing can be done has to end its episode with terminated=True",
-                rank=self.worker,
-            )
+        if (fault := self._legal.fault(obs[MASK])) is not None:
+            env = fault[0] if envs is None else int(envs[fault[0]])
+            raise WorkerError(f"the {MASK} of {self._where(env)} {fault[1]}", rank=self.worker)
 
     def _not_finite(self, what: str, env: int) -> WorkerError:
         return WorkerError(

@@ -19,7 +19,10 @@ A running game is played again on resume, from its seed and all that was done in
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import importlib.util
+import pkgutil
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +42,7 @@ from manyhands.envs.adapter import (
 )
 from manyhands.envs.registry import EnvSource, resolve
 from manyhands.envs.spaces import zeros
-from manyhands.errors import ConfigError, WorkerError, needs
+from manyhands.errors import ConfigError, SupportError, WorkerError, needs
 from manyhands.trees import Array, Parts
 from manyhands.types import MASK, Obs
 
@@ -77,7 +80,8 @@ def make_pettingzoo(
         up = -(-num_envs // agents) * agents
         raise ConfigError(
             f"a game of {env} has {agents} agents, each of them a row, and num_envs={num_envs} on "
-            f"each worker is no multiple of that; type: --num-envs {up} for each worker that acts"
+            f"each worker is no multiple of that; type: --num-envs {up}, or where several workers "
+            f"act, {up} times their number"
         )
     return Together([first, *(make(**env_kwargs) for _ in range(num_envs // agents - 1))], **common)
 
@@ -94,14 +98,34 @@ def _function(env: EnvSource) -> Callable[..., Any]:
             warnings.simplefilter("ignore")  # it speaks of its own future
             module = importlib.import_module(name)
     except ImportError as error:
+        missing = error.name or name
+        if not f"{name}.".startswith(f"{missing}."):  # the game is there, what it needs is not
+            raise SupportError(
+                f"{env} needs {missing}, which is not installed; type: pip install "
+                f"'pettingzoo[{name.split('.')[1]}]'"
+            ) from error
         raise ConfigError(
-            f"there is no environment {env!r} of PettingZoo here: {error}. The form is "
-            "pettingzoo.classic.connect_four_v3, or 'package.module:function' for one of your own"
+            f"there is no environment {env!r} of PettingZoo here: {str(error).rstrip('.')}. "
+            f"{_near(name)}The form is pettingzoo.classic.connect_four_v3, or "
+            "'package.module:function' for one of your own"
         ) from error
     for attribute in ("parallel_env", "env"):
         if callable(found := getattr(module, attribute, None)):
             return found  # type: ignore[no-any-return]
     raise ConfigError(f"{name} has neither parallel_env nor env: is it a game of PettingZoo?")
+
+
+def _near(name: str) -> str:
+    """Games whose names are like that, such as newer versions."""
+    family, _, game = name.rpartition(".")
+    try:
+        package = importlib.util.find_spec(family)
+    except ImportError:
+        return ""
+    places = package.submodule_search_locations if package is not None else None
+    there = [module.name for module in pkgutil.iter_modules(places or [])]
+    near = difflib.get_close_matches(game, there, 3, 0.6)
+    return f"Did you mean {', '.join(f'{family}.{found}' for found in near)}? " if near else ""
 
 
 def _agents_of(game: Any) -> list[Any]:

@@ -21,8 +21,8 @@ import gymnasium
 
 from manyhands import streams
 from manyhands.engines import calls
-from manyhands.envs.spaces import MaskedObservation, has_mask
-from manyhands.errors import ConfigError, ManyhandsError, SupportError, needs
+from manyhands.envs.spaces import MaskedObservation, first_mask, has_mask
+from manyhands.errors import ConfigError, ManyhandsError, SupportError, importing, needs
 from manyhands.types import MASK
 
 EnvSource = str | Callable[..., Any]
@@ -31,6 +31,7 @@ EnvSource = str | Callable[..., Any]
 _WITHOUT_MASKS = re.compile(r"ale_py|gymnasium\.envs\.(?!toy_text)")
 
 ATARI_ID = re.compile(r"^ALE/|NoFrameskip-v\d+$|-ram(Deterministic|NoFrameskip)?-v\d+$")
+_PETTINGZOO = re.compile(r"pettingzoo[./]|(atari|butterfly|classic|mpe|sisl)[./]\w+_v\d+$")
 # Ids of Gym's. What ale-py still registers of them is known, and does not come here.
 _OLD_ATARI = re.compile(
     r"(?P<game>\w+?)(?P<ram>-ram)?(?P<kind>Deterministic|NoFrameskip)?-v(?P<version>[04])$"
@@ -109,6 +110,11 @@ def is_atari(env: EnvSource) -> bool:
 
 def unknown_id(env_id: str, known: list[str], detail: str) -> ConfigError:
     """The error for a name nobody knows, with the names that come nearest."""
+    if _PETTINGZOO.match(env_id):
+        return ConfigError(
+            f"there is no environment {env_id!r} of Gymnasium; it looks like a game of PettingZoo: "
+            "type: --env-backend pettingzoo"
+        )
     old = _OLD_ATARI.match(env_id)
     if old and f"ALE/{old['game']}-v5" in known:
         return ConfigError(_instead_of(env_id, old))
@@ -205,14 +211,18 @@ def _with_masks(
 
 @streams.given_back()  # environments may draw in the making
 def _mask_in_info(make: Callable[[], Any], other: Any) -> bool:
+    given, found = None, False
     with suppress(Exception):  # whatever fails here fails again where it is reported
         env = make()
         try:
-            return MASK in env.reset(seed=0)[1]
+            info = env.reset(seed=0)[1]
+            given, found = info.get(MASK), MASK in info
         finally:
             if env is not other:  # a callable may give the same one again
                 env.close()
-    return False
+    if found:
+        first_mask(given, other.action_space)
+    return found
 
 
 @contextmanager
@@ -245,7 +255,8 @@ def _from_import_path(path: str) -> EnvSource:
     module_name, _, attribute = path.partition(":")
     calls.refuse_python(path)
     try:
-        module = importlib.import_module(module_name)
+        with importing(module_name):
+            module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
             f"the environment {path!r} names the module {module_name!r}, which cannot be "

@@ -47,10 +47,12 @@ def check_observation_space(space: gymnasium.Space[Any]) -> None:
 
 
 def flat_space(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
-    """A space of spaces as a Dict of named parts; any other, and a flat Dict, as it is."""
-    inner = space.spaces.values() if isinstance(space, spaces.Dict) else ()
+    """A space of spaces as a Dict of named parts; any other, and a flat Dict whose keys are text,
+    as it is."""
+    inner = space.spaces.items() if isinstance(space, spaces.Dict) else ()
     nested = isinstance(space, spaces.Tuple) or any(
-        isinstance(part, (spaces.Dict, spaces.Tuple)) for part in inner
+        isinstance(part, (spaces.Dict, spaces.Tuple)) or not isinstance(key, str)
+        for key, part in inner
     )
     return spaces.Dict(dict(_named_spaces(space))) if nested else space
 
@@ -209,6 +211,13 @@ def check_mask(observations: Any, actions: Any) -> None:
     )
 
 
+_NO_MASK = "has other numbers than 1, for an action that is possible, and 0, for one that is not"
+_NOTHING_LEFT = (
+    "leaves no action that is possible; a state in which nothing can be done has to end its "
+    "episode with terminated=True"
+)
+
+
 class LegalCheck:
     """Whether something is possible in every row of a batch of masks."""
 
@@ -216,6 +225,16 @@ class LegalCheck:
         sizes = choices(actions)
         self._starts, self._size = np.cumsum([0, *sizes[:-1]]), sum(sizes)
         self._single = len(sizes) == 1
+
+    def fault(self, masks: Array) -> tuple[int, str] | None:
+        """The first row with something wrong in it, and what; None where all is well."""
+        # WHY only floats: what is added to logits, 0 for possible and -inf for not, is one of them.
+        # Read as a mask it would forbid all that is possible, and allow the rest.
+        if masks.dtype.kind == "f" and not _is_zero_or_one(masks):
+            odd = [not _is_zero_or_one(row) for row in masks]
+            return odd.index(True), _NO_MASK
+        bad = self.bad_rows(masks)
+        return (int(bad[0]), _NOTHING_LEFT) if len(bad) else None
 
     def bad_rows(self, masks: Array) -> Array:
         """Those in which a choice has no alternative left, [k]."""
@@ -240,14 +259,20 @@ class MaskedObservation(gymnasium.Wrapper):  # type: ignore[misc]
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         observation, info = self.env.reset(seed=seed, options=options)
-        return self._merged(observation, info), info
+        return self._merged(observation, info, over=False), info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)
-        return self._merged(observation, info), reward, terminated, truncated, info
+        merged = self._merged(observation, info, over=terminated)
+        return merged, reward, terminated, truncated, info
 
-    def _merged(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
+    def _merged(self, observation: Any, info: dict[str, Any], *, over: bool) -> dict[str, Any]:
         given = info.get(MASK) if self._in_info else observation[MASK]
+        if given is None and not over:
+            raise ConfigError(
+                f"info has no {MASK} here, and had one after the first reset; give one after every "
+                "reset and every step, but for the last step of an episode that has terminated"
+            )
         return with_mask(observation, mask_row(given, self.env.action_space))
 
 
@@ -275,11 +300,24 @@ def mask_row(given: Any, actions: Any) -> Array:
     return mask
 
 
+def first_mask(given: Any, actions: Any) -> None:
+    """ConfigError where the first mask that an environment has given in `info` is none."""
+    if (fault := LegalCheck(actions).fault(mask_row(given, actions)[None])) is not None:
+        raise ConfigError(f"the {MASK} that the first reset gave in info {fault[1]}")
+
+
 def flat_mask(mask: Any) -> Array:
     """One row of 0 and 1; a tuple or list of parts end to end."""
     if isinstance(mask, tuple | list) and len(mask) and np.ndim(mask[0]) > 0:
         mask = np.concatenate([np.ravel(part) for part in mask])
-    return np.asarray(np.asarray(mask).reshape(-1) != 0, np.int8)
+    row = np.asarray(mask).reshape(-1)
+    if row.dtype != np.bool_ and not _is_zero_or_one(row):
+        raise ConfigError(f"the {MASK} {row.tolist()} {_NO_MASK}")
+    return row.astype(np.int8)
+
+
+def _is_zero_or_one(mask: Array) -> bool:
+    return bool(((mask == 0) | (mask == 1)).all())
 
 
 # -- spaces in a file ------------------------------------------------------------------------------

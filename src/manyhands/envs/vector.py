@@ -31,7 +31,7 @@ from manyhands.envs.adapter import (
     copy_single,
     take_row,
 )
-from manyhands.envs.spaces import has_mask, mask_row, space_with_mask, with_mask
+from manyhands.envs.spaces import first_mask, has_mask, mask_row, space_with_mask, with_mask
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
 from manyhands.types import MASK, Obs
@@ -63,9 +63,14 @@ def as_gymnasium(env: VectorEnv) -> VectorEnv:
 def _mask_in_info(env: VectorEnv) -> bool:
     """Seen after a reset only. WHY of the env itself: there may be room for one simulator only; the
     reset that begins the run seeds it anew."""
+    info: dict[str, Any] = {}
     with suppress(Exception):  # whatever fails here fails again where it is reported
-        return MASK in env.reset(seed=0)[1]
-    return False
+        info = env.reset(seed=0)[1]
+    if MASK not in info:
+        return False
+    for i in range(env.num_envs):
+        first_mask(info[MASK][i] if _says(info, MASK, i) else None, env.single_action_space)
+    return True
 
 
 class SuperSuitVector(VectorEnv):  # type: ignore[misc]

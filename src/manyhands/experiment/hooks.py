@@ -40,6 +40,14 @@ MAY_CHANGE = (
     "value_weight", "clip", "target_kl", "max_kl", "max_grad_norm",
 )  # fmt: skip
 
+# What every record of metrics.jsonl has besides the algorithm's numbers, and how names begin that
+# the run gives to its own.
+_RECORDS = (
+    "env_steps", "update", "wall_seconds", "steps_per_second", "episodes", "mean_return",
+    "checkpoint_failures",
+)  # fmt: skip
+_OWN = ("seconds/", "info/", "eval_")
+
 
 class FinishedEpisode(NamedTuple):
     """What `on_episode` is given."""
@@ -146,6 +154,11 @@ class Run:
     def record(self, name: str, value: float) -> None:
         """A metric of your own: in the next record of metrics.jsonl, and wherever metrics go. Of
         several values between two records it is the mean."""
+        if name in _RECORDS or name in self.metrics or name.startswith(_OWN):
+            raise ConfigError(
+                f"{name!r} is a metric of the run itself; give yours another name, such as "
+                f"own/{name.replace('/', '_')}"
+            )
         self._recorded.setdefault(name, []).append(float(value))
 
     def set_option(self, name: str, value: Any) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from manyhands.config import Experiment, to_plain
+from manyhands.config import Experiment, in_words, to_plain
 from manyhands.errors import Stopped, WorkerError
 from manyhands.experiment import checkpoint
 from manyhands.experiment.bottleneck import Phases, merged
@@ -174,6 +174,16 @@ class Records:
             if values
         }
 
+    def _never_there(self) -> str:
+        """Keys of --log-info that no finished episode had."""
+        missing = [key for key, values in self._infos.items() if not values]
+        if not missing or not self.returns.episodes:
+            return ""
+        return (
+            f"log_info: no finished episode had {in_words(missing, 'or')} in the info of its last "
+            "step; are they spelt as the environment spells them?"
+        )
+
     def keep(self, model: Any, normaliser: Any, *, now: bool = False) -> None:
         """Write the policy, every few seconds: what is on disk is the last that was good."""
         due = time.perf_counter() - self._kept > KEEP_SECONDS
@@ -331,7 +341,7 @@ class Records:
         self.progress.close()
         if self._main:
             table = end_table(self._experiment, summary)
-            self.progress.say("\n".join(text for text in (table, more) if text))
+            self.progress.say("\n".join(t for t in (table, more, self._never_there()) if t))
         if self._not_saved:
             raise WorkerError(
                 f"the run has ended ({ended}), but its last checkpoint could not be written: "

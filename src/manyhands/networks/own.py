@@ -250,11 +250,7 @@ def _found(name: str) -> Any:
                 f"{error}; put it back, or write where it is now after network = in the run's "
                 "config.toml"
             ) from None
-        raise ConfigError(
-            f"{error}. It is looked for in the folder from which you start and on PYTHONPATH; go "
-            f"to the folder that holds {place.split('.')[0]} and start there, or type before your "
-            "command: PYTHONPATH=THAT_FOLDER"
-        ) from None
+        raise ConfigError(f"{error}. {calls.where_to_look(place)}") from None
 
 
 # -- trying it -------------------------------------------------------------------------------------

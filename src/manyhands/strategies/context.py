@@ -208,7 +208,12 @@ class Context:
             self.algorithm.options = changed
         if self.envs is not None:
             for name, value in attributes.items():
-                self.envs.set_attribute(name, value)
+                try:
+                    self.envs.set_attribute(name, value)
+                except Exception as error:
+                    whose = self.experiment.run.hooks
+                    error.add_note(f"asked for by {whose}: set_env_attribute({name!r}, {value!r})")
+                    raise
 
     def _join_games(self) -> None:
         """Once there are games of several agents and a policy: it plays the other seats, and agents
