@@ -358,7 +358,7 @@ def load_recipe(name: str) -> Experiment:
     names = sorted(path.stem for path in RECIPES.glob("*.toml"))
     if name not in names:
         raise ConfigError(
-            f"there is no recipe {name!r}; {nearest(name, names)} To see them all, type: "
+            f"there is no recipe {name!r}; {nearest(name, names)}\nTo see what they are, type: "
             "manyhands recipes"
         )
     return load_toml(RECIPES / f"{name}.toml")
