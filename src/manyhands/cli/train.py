@@ -122,6 +122,10 @@ def _for_slurm(argv: list[str], experiment: Experiment, slurm: str, nodes: str =
     from manyhands.cli import slurm as batch
 
     run, words = experiment.run, list(argv)
+    try:
+        several = whole_number(nodes)
+    except ValueError as error:
+        raise ConfigError(f"--nodes {error}") from None
     for place, word in enumerate(argv):  # it is said once, for resume too
         if word.split("=")[0] in ("--run-dir", "--run_dir"):
             words[place : place + (1 if "=" in word else 2)] = []
@@ -129,7 +133,7 @@ def _for_slurm(argv: list[str], experiment: Experiment, slurm: str, nodes: str =
         words += ["--workers", str(run.workers)]
     command = ("manyhands", "train", *words)
     return batch.write(
-        batch.Batch(slurm, run.engine, run.workers, whole_number(nodes), command, True,
+        batch.Batch(slurm, run.engine, run.workers, several, command, True,
                     run.run_dir, run.quiet)
     )  # fmt: skip
 
