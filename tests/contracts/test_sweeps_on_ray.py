@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from ray_nodes import cluster_of
-from test_sweeps import ENV, FAILS, OPTIONS, has_checkpoint, started, until, words
+from test_sweeps import ENV, FAILS, OPTIONS, SECONDS, has_checkpoint, started, until, words
 
 import manyhands as mh
 from manyhands.errors import ConfigError
@@ -55,7 +55,7 @@ def test_stopped_killed_and_failed_in_part(
         assert not any(run.exists() for run in bad)
         assert len(runs_of(sweep)) == 3
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=120)[0]
+        said = process.communicate(timeout=SECONDS)[0]
     assert process.returncode == 130, said
     assert "0 of 6 runs have finished. To continue, type: manyhands resume swept" in said
     for run in good:
@@ -70,7 +70,7 @@ def test_stopped_killed_and_failed_in_part(
     # To the end.
     (tmp_path / "go").touch()
     with started(tmp_path, "resume", "swept", "--ray", address) as process:
-        said = process.communicate(timeout=200)[0]
+        said = process.communicate(timeout=SECONDS)[0]
     assert process.returncode == 1, said
     for seed in (1, 2, 3):
         assert f"failed    {FAILS}=true, seed {seed}: RuntimeError: the pole is broken" in said
