@@ -3,9 +3,9 @@
     python docs/generate/results.py docs/results
 
 Reads benchmarks/results: learning/*.json (learning.py), off_policy.json (off_policy.py),
-scaling.json (`manyhands bench scaling`), and the figures of others in published.json and
-founding.json. Each task gets a curve: the mean over seeds, and a band from the lowest to the
-highest.
+scaling.json (`manyhands bench scaling`), workers/*.json (workers.py), pendulum/*.json
+(pendulum.py), and the figures of others in published.json and founding.json. Each task gets a
+curve: the mean over seeds, and a band from the lowest to the highest.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import result_pictures as pictures
+
 STORED = Path(__file__).parents[2] / "benchmarks" / "results"
-_WIDE, _HIGH, _LEFT, _BELOW = 520, 220, 56, 26  # of a picture, in pixels
 
 _HEAD = """\
 # Results
@@ -36,8 +37,15 @@ def pages() -> dict[str, str]:
     """Name of each file -> its text."""
     tasks = [json.loads(path.read_text()) for path in sorted(STORED.glob("learning/*.json"))]
     published = json.loads((STORED / "published.json").read_text())
-    found = {"index.md": _HEAD + scores(tasks, published) + curves(tasks) + updates() + founding()}
-    return found | {f"{name(task)}.svg": picture(task) for task in tasks}
+    workers = [json.loads(path.read_text()) for path in sorted(STORED.glob("workers/*.json"))]
+    swings = [json.loads(path.read_text()) for path in sorted(STORED.glob("pendulum/*.json"))]
+    text = _HEAD + scores(tasks, published) + curves(tasks) + by_workers(workers)
+    found = {"index.md": text + pendulum(swings) + updates() + founding()}
+    found |= {f"{name(task)}.svg": picture(task) for task in tasks}
+    found |= {f"workers-{one['strategy']}.svg": worker_picture(one) for one in workers}
+    for one in swings:
+        found |= {f"{file}.svg": text for file, text in swing_pictures(one).items()}
+    return found
 
 
 def name(task: dict[str, Any]) -> str:
@@ -94,6 +102,120 @@ def curves(tasks: list[dict[str, Any]]) -> str:
             f"--steps 1000000 {words}\n```\n"
         )
     return "".join(parts)
+
+
+def by_workers(found: list[dict[str, Any]]) -> str:
+    """The same curve with 1, 2 and 4 workers: what was expected, and what came."""
+    if not found:
+        return ""
+    parts = [
+        "\n## The same curve with 1, 2 and 4 workers\n\nOf a strategy in which all wait for all, "
+        "every number of workers should draw the same line, but for rounding; of the others the "
+        "bands over seeds should overlap. Workers that learn or serve and do not act are not "
+        "counted.\n"
+    ]
+    for one in found:
+        groups = by_acting(one)
+        returns = [
+            f"{n}: " + ", ".join(f"{run['return']:g}" for run in one["runs"] if run["acting"] == n)
+            for n in groups
+        ]
+        numbers = sorted({run["seed"] for run in one["runs"]})
+        said = same(groups) if one["synchronous"] else overlap(groups)
+        parts.append(
+            f"\n### {one['strategy']}: {one['algorithm']} on {one['env']}\n\n"
+            f"![{one['strategy']} with 1, 2 and 4 workers](workers-{one['strategy']}.svg)\n\n"
+            f"Seeds {', '.join(map(str, numbers))}, {one['runs'][0]['steps']:,} steps, "
+            f"{one['engine']} engine, {one['machine']}. Mean return of the last 100 episodes by "
+            f"workers that act: {'; '.join(returns)}. {said}\n\n"
+            "<!-- not run: minutes -->\n```bash\n"
+            f"python benchmarks/workers.py {one['strategy']} --seeds "
+            f"{numbers[0]}..{numbers[-1]} --steps {one['asked']}\n```\n"
+        )
+    return "".join(parts)
+
+
+def by_acting(one: dict[str, Any]) -> dict[int, list[list[float]]]:
+    """The curves by number of workers that act; of each in the order of seeds."""
+    runs = sorted(one["runs"], key=lambda run: (run["acting"], run["seed"]))
+    counts = dict.fromkeys(run["acting"] for run in runs)
+    return {n: [run["curve"] for run in runs if run["acting"] == n] for n in counts}
+
+
+def same(groups: dict[int, list[list[float]]]) -> str:
+    """How far the curves of several workers are from those of one, seed by seed."""
+    first, *others = groups.values()
+    apart = [
+        abs(x - y)
+        for curves in others
+        for mine, theirs in zip(first, curves, strict=True)
+        for x, y in zip(mine, theirs, strict=True)
+    ]
+    if not any(apart):
+        return "Every curve of several workers is that of one, at all places."
+    share = sum(gap > 0 for gap in apart) / len(apart)
+    return (
+        f"Of all places, {share:.0%} differ from the run with one worker, by {max(apart):g} at "
+        "most: sums in another order round differently, and a game in which one action changes "
+        "goes on differently."
+    )
+
+
+def overlap(groups: dict[int, list[list[float]]]) -> str:
+    """In how many places the band of every number of workers meets that of one."""
+    first, *others = ([(min(c), max(c)) for c in zip(*g, strict=True)] for g in groups.values())
+    met = [
+        low <= top and bottom <= high
+        for band in others
+        for (low, high), (bottom, top) in zip(first, band, strict=True)
+    ]
+    return f"The bands of several workers meet that of one in {sum(met)} of {len(met)} places."
+
+
+def worker_picture(one: dict[str, Any]) -> str:
+    groups = {f"{n} worker{'s' * (n > 1)}": curves for n, curves in by_acting(one).items()}
+    title = f"{one['strategy']}, {one['algorithm']} on {one['env']}: mean return by workers"
+    return pictures.several(title, groups, one["runs"][0]["steps"])
+
+
+def pendulum(found: list[dict[str, Any]]) -> str:
+    """The grid of the second founding document: both rewards, all that it drew."""
+    if not found:
+        return ""
+    parts = ["\n## The pendulum, dense and sparse\n"]
+    for one in found:
+        names = ["curve", "critic", "maps", "episode", "moving"]
+        words = [
+            "Mean return of the last 100 episodes",
+            "The critic's loss, on a log axis",
+            "Torque and value over angle and speed",
+            "An episode from hanging down",
+            "The same episode, at its pace",
+        ]
+        shown = "\n\n".join(
+            f"{text}:\n\n![{text}](pendulum-{one['reward']}-{file}.svg)"
+            for file, text in zip(names, words, strict=True)
+        )
+        parts.append(
+            f"\n### {one['reward']} reward\n\nSeed {one['seed']}, {one['steps']:,} steps, "
+            f"{one['minutes']:g} minutes, one worker, {one['machine']}, torch "
+            f"{one['versions']['torch']}. Upright through the second half in {one['upright']} of "
+            f"{one['episodes']} fresh episodes.\n\n{shown}\n\n"
+            "<!-- not run: it trains -->\n```bash\n"
+            f"python benchmarks/pendulum.py {one['reward']} --seed {one['seed']}\n```\n"
+        )
+    return "".join(parts)
+
+
+def swing_pictures(one: dict[str, Any]) -> dict[str, str]:
+    start, title = f"pendulum-{one['reward']}", f"Pendulum, {one['reward']} reward"
+    return {
+        f"{start}-curve": pictures.curve(f"{title}: mean return", one["curve"]),
+        f"{start}-critic": pictures.curve(f"{title}: loss of the critic", one["critic"], log=True),
+        f"{start}-maps": pictures.maps(f"{title}: torque and value", one["maps"]),
+        f"{start}-episode": pictures.trajectory(f"{title}: an episode", one["episode"]),
+        f"{start}-moving": pictures.moving(f"{title}: an episode, moving", one["episode"]),
+    }
 
 
 def updates() -> str:
@@ -157,42 +279,9 @@ def founding() -> str:
     return "\n".join(lines) + "\n"
 
 
-# -- pictures --------------------------------------------------------------------------------------
-
-
 def picture(task: dict[str, Any]) -> str:
-    columns = list(zip(*(run["curve"] for run in task["runs"]), strict=True))
-    low, high = min(map(min, columns)), max(map(max, columns))
-    bottom, top = min(low, 0.0), high + 0.05 * (high - low or 1.0)
-
-    def at(i: int, value: float) -> str:
-        x = _LEFT + (i + 1) / len(columns) * (_WIDE - _LEFT - 8)
-        y = 8 + (top - value) / (top - bottom) * (_HIGH - _BELOW - 8)
-        return f"{x:.1f},{y:.1f}"
-
-    above = [at(i, max(column)) for i, column in enumerate(columns)]
-    below = [at(i, min(column)) for i, column in enumerate(columns)]
-    line = [at(i, statistics.mean(column)) for i, column in enumerate(columns)]
-    marks = []
-    for share in (0.0, 0.5, 1.0):
-        value = bottom + share * (high - bottom)
-        y = float(at(0, value).split(",")[1])
-        marks.append(
-            f'<line x1="{_LEFT}" x2="{_WIDE - 8}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8884"/>'
-            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:,.0f}</text>'
-        )
-    foot = f"{task['steps']:,} steps"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDE} {_HIGH}" '
-        f'width="{_WIDE}" height="{_HIGH}" font-family="sans-serif" font-size="11" fill="#777">\n'
-        f"<title>{task['algorithm']} on {task['env']}: mean return of the last 100 episodes"
-        "</title>\n"
-        + "\n".join(marks)
-        + f'\n<polygon points="{" ".join(above + below[::-1])}" fill="#3b7dd8" opacity="0.25"/>\n'
-        f'<polyline points="{" ".join(line)}" fill="none" stroke="#3b7dd8" stroke-width="2"/>\n'
-        f'<text x="{_LEFT}" y="{_HIGH - 8}">0</text>'
-        f'<text x="{_WIDE - 8}" y="{_HIGH - 8}" text-anchor="end">{foot}</text>\n</svg>\n'
-    )
+    title = f"{task['algorithm']} on {task['env']}: mean return of the last 100 episodes"
+    return pictures.several(title, {"": [run["curve"] for run in task["runs"]]}, task["steps"])
 
 
 def main(folder: Path) -> None:

@@ -216,6 +216,8 @@ def test_batch_files_are_shell_and_say_what_they_start(
         (["--engine", "local", "--nodes", "2", "--slurm", "x"], "type: --engine torch"),
         (["--engine", "inline", "--slurm", "x"], "choose local, torch, mpi, ray"),
         (["--nodes", "2"], "--nodes 2 goes with --slurm FILE"),
+        (["--nodes", "two", "--slurm", "x"], "--nodes two is not a whole number"),
+        (["--nodes", "0", "--slurm", "x"], "do not divide by --nodes 0; type: --nodes 1"),
         (["--slurm"], "--slurm needs a value"),
         (["--slurm", "/nowhere/at/all"], "cannot be written"),
     ],
@@ -225,3 +227,41 @@ def test_what_cannot_be_is_said(
 ) -> None:
     assert main([*TRAIN, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ("local", "launch -n 2 --engine local --timeout 7 --threads 3 --debug-collectives mine.py"),
+        ("torch", "command=(env MANYHANDS_TIMEOUT=7 MANYHANDS_DEBUG=1 python mine.py)"),
+    ],
+)
+def test_every_option_of_launch_is_in_the_batch_file(
+    engine: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("")
+    own = ["launch", "-n", "2", "--engine", engine, "--timeout", "7", "--threads", "3"]
+    assert main([*own, "--debug-collectives", "--slurm", "own.sbatch", "mine.py"]) == 0
+    text = (tmp_path / "own.sbatch").read_text()
+    assert said in text
+    assert f"#SBATCH --cpus-per-task={6 if engine == 'local' else 3}\n" in text
+    assert "export OMP_NUM_THREADS=3 " in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpus", "0"], "SLURM gives tasks their GPUs; see --gpus-per-task in the file"),
+        (["--engine", "ray", "--address", "a:1"], "the batch file starts Ray on its own nodes"),
+    ],
+)
+def test_what_slurm_does_itself_is_said(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("")
+    assert main(["launch", "-n", "2", *words, "--slurm", "own.sbatch", "mine.py"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "own.sbatch").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +17,14 @@ from typing import Any
 import pytest
 from ray_nodes import cluster_of
 
+import manyhands as mh
+from manyhands import wire
 from manyhands.config import build, from_plain, load_toml, save_toml, to_plain
 from manyhands.config.validate import faults
+from manyhands.engines import hosts
 from manyhands.engines.process import alive
 from manyhands.engines.ray.core import _fitting
+from manyhands.engines.ray.seat import Seat
 from manyhands.errors import ConfigError
 
 pytestmark = pytest.mark.ray
@@ -154,6 +159,44 @@ def test_the_least_are_there_whatever_happens(tmp_path: Path) -> None:
         run.stopped()
     assert [e["action"] for e in run.events("worker_fault")] == ["restart", "continue"]
     check_seeds(tmp_path / "seeds")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.timeout(600)
+def test_a_node_with_another_version_has_no_part_in_it(tmp_path: Path) -> None:
+    other = tmp_path / "other" / "manyhands"
+    shutil.copytree(Path(mh.__file__).parent, other)
+    with (other / "types.py").open("a") as file:
+        file.write("# of another version\n")
+    with cluster_of(2) as cluster:
+        run = Run(cluster, tmp_path / "run", "impala", "--workers", "2..3")
+        run.learns_on()
+        alike = os.pathsep.join(sys.path[1:])
+        cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(other.parent)})
+        time.sleep(5.0)  # several looks at whether there is room
+        cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": alike})
+        run.until(lambda: run.acting() == {1, 2}, "episodes of the one that is alike")
+        assert [event["there"] for event in run.events("worker_joined")] == [3]
+        said = run.stopped()
+    assert said.count("has no part in this run: start: workers do not all run the same") == 1
+    assert f"{other} (" in said
+
+
+def test_whoever_is_started_again_runs_what_the_others_run() -> None:
+    """Before its first line of the program; the run ends with what differs, and does not try again
+    for as long as it may."""
+    here = hosts.what_runs(script=False)
+    for runs, ok in ((here, True), (here | {"numpy": ["0.1"]}, False), ({}, True)):
+        seat = Seat.__new__(Seat)
+        seat._rank = 3
+        order = {"runs": runs, "travels": "", "env": {}, "path": [], "folder": "", "payload": {},
+                 "run": "builtins:len"}  # fmt: skip
+        said: Any = wire.decode(seat.run(json.dumps(order)))
+        assert said["ok"] is ok
+        if not ok:
+            assert said["differs"]
+            assert "numpy:\n    worker 0: 0.1\n    worker 3 on" in said["summary"]
 
 
 def playing(folder: Path) -> set[int]:

@@ -188,13 +188,39 @@ def test_sleep_and_delayed_toys() -> None:
         ("Pong-ramNoFrameskip-v4", "obs_type=ram sticky_actions=0.0 frame_skip=1, or in Python"),
         ("SpaceInvadersDeterministic-v4", "ALE/SpaceInvaders-v5 --env-kwargs sticky_actions=0.0"),
         ("PongDeterministic-v0", "type: --env ALE/Pong-v5"),
+        ("ALE/Pong-ram-v5", "type: --env ALE/Pong-v5 --env-kwargs obs_type=ram,"),
+        ("ALE/Pong-v4", "type: --env ALE/Pong-v5"),
+        ("Pendulum-v0", "type: --env Pendulum-v1"),
+        ("Taxi-v2", "type: --env Taxi-v4"),
+        ("Blackjack-v0", "type: --env Blackjack-v1"),  # of cards; ALE's came later
+        ("Walker2d-v1", "type: --env Walker2d-v5"),
     ],
 )
-def test_old_atari_ids_say_what_to_type_today(old: str, today: str) -> None:
+def test_old_ids_say_what_to_type_today(old: str, today: str) -> None:
     with pytest.raises(ConfigError) as error:
         registry.resolve(old)
     assert f"there is no environment {old!r} any more" in str(error.value)
     assert today in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("CartPole", "there is no environment 'CartPole'; type: --env CartPole-v1"),
+        ("CartPole-v7", "there is no environment 'CartPole-v7'; type: --env CartPole-v1"),
+        ("manyhands/Go9x9", "type: --env manyhands/Go9x9-v0"),
+        ("Walker2DBulletEnv-v0", "did you mean Walker2d-v5?"),  # and no version that is gone
+    ],
+)
+def test_of_a_name_the_version_that_works_is_meant(wrong: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        registry.resolve(wrong)
+    assert said in str(error.value)
+
+
+def test_what_was_built_on_mujoco_py_says_what_to_type() -> None:
+    with pytest.raises(ConfigError, match=r"no longer exists; type: --env Walker2d-v5$"):
+        make_vec("Walker2d-v2", 1)
 
 
 def test_of_mujoco_only_what_matters_is_heard() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -196,6 +197,51 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "ppo on CartPole-v1, 2 hosts of" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 25
     assert main([*words, "--hosts", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--workers 0", "--workers: plan goes through every strategy with 1 to 4,096 workers"),
+        ("-n 4", "-n: plan goes through every strategy"),
+        ("--strategy nosuch", "--strategy: plan goes through every strategy"),
+        ("--engine=ray", "--engine: plan goes through every strategy"),
+        ("--hosts 0", "--hosts 0: at least 1 is needed"),
+        ("--cores -2", "--cores -2: at least 1 is needed"),
+        ("--link-mbit -5", "--link-mbit -5: a number above 0 is needed"),
+        ("--link-mbit nan", "--link-mbit nan: a number above 0 is needed"),
+        ("--link-latency-us -1", "--link-latency-us -1: a number from 0 on is needed"),
+        ("--rate 0", "--rate 0: a number above 0 is needed"),
+        ("--rate inf", "--rate inf: a number above 0 is needed"),
+        ("--picture it.doc", "--picture it.doc: a .png, .svg or .pdf is expected"),
+        ("--json not/there.json", "not/there.json cannot be written"),
+        ("--measure --costs not/there.json", "not/there.json cannot be written"),
+        ("--costs not/there.json", "nothing has been measured (not/there.json is not there); add"),
+        ("--costs .", ". is no file of costs"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "ppo", "--env", "CartPole-v1", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_words_name_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--env", "CartPole-v1"]) == 2
+    assert "the algorithm comes first: manyhands plan ppo --env" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"step": -1e-4}, {"bandwidth": 0}, {"update_row": float("nan")}, {"act": "fast"}]
+)
+def test_costs_that_no_machine_has_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+    one = parse(["ppo", "--env", "CartPole-v1", "--workers", "1", "--engine", "inline"])
+    costs = dataclasses.asdict(COSTS) | wrong
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"of": command._key(one), "costs": costs}))
+    with pytest.raises(ConfigError, match="is no file of costs"):
+        command.load(one, str(file))
 
 
 def test_costs_are_measured(tmp_path: Path) -> None:

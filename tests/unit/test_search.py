@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,11 @@ def test_what_cannot_be_is_refused(optuna: int, more: dict[str, Any], said: str)
 
 
 def test_words_of_a_range() -> None:
-    assert _ends("1e-4..1e-2:log") == ["1e-4", "1e-2", "log"]
-    assert _ends("1..3") == ["1", "3"]
+    assert _ends("gamma", "1e-4..1e-2:log") == ["1e-4", "1e-2", "log"]
+    assert _ends("gamma", "1..3") == ["1", "3"]
     for wrong in ("1", "1..", "1..2:exp", "1..2..3"):
-        with pytest.raises(ConfigError, match="is expected"):
-            _ends(wrong)
+        with pytest.raises(ConfigError, match=f"--range gamma={re.escape(wrong)}: .* is expected"):
+            _ends("gamma", wrong)
 
 
 def test_a_plan_is_what_its_file_says(tmp_path: Path) -> None:
@@ -95,6 +96,20 @@ def test_draws_and_goes_on(tmp_path: Path) -> None:
     study = optuna.load_study(study_name="sweep", storage=optuna.storages.JournalStorage(backend))
     values = [trial.value for trial in study.trials]
     assert values == pytest.approx([job.mean_return for job in earlier])
+
+
+def test_optuna_is_not_asked_again_when_it_finds_nothing_new(tmp_path: Path) -> None:
+    """The pool looks every second, and each look would leave a hundred trials in the study."""
+    pytest.importorskip("optuna", reason="optuna is not installed")
+    from manyhands.sweeps.search import Search
+
+    many = Plan(plan(2).base, {"gamma": [0.9]}, [], [1], "final", optuna=3)
+    search = Search(tmp_path, many)
+    assert len(search.more()) == 1
+    assert search.more() == []
+    trials = len(search._study.trials)
+    assert search.more() == []
+    assert len(search._study.trials) == trials
 
 
 def test_a_setting_that_does_worse_is_given_up(tmp_path: Path) -> None:

@@ -306,6 +306,25 @@ def test_the_view_fits_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--gamma 0.9", "this is one run, not several; add --grid"),
         ("--seeds 2 --at-once -1", "--at-once -1: at least 1 is needed"),
         ("--seeds 2 --env CartPol-v1", "did you mean CartPole-v1"),
+        ("--seeds 1..1000000000", "this makes 1,000,000,000 runs, and a sweep has at most 10,000"),
+        ("--seeds 7,1..1000000000", "this makes 100,001 runs"),
+        (
+            "--seeds 200 --grid gamma=0.9,0.8 --grid epochs=" + ",".join(map(str, range(1, 31))),
+            "this makes 12,000 runs",
+        ),
+        ("--grid learning_rate=linear:1e-3,linear:0.001:0", "are the same run (seed 1)"),
+        ("--grid learning_rate=1e-3,constant:0.001", "are the same run (seed 1)"),
+        ("--grid replay_size=10,20", "ppo has no replay_size: it is an option of"),
+        ("--setting gamma", "gamma is not of the form OPTION=VALUE; type: --setting OPTION=VALUE"),
+        ("--seeds 2 --run-dir mine", "--run-dir is for one run; the folder of a sweep is --dir"),
+        ("--gird gamma=0.9,0.8", "there is no option --gird; did you mean --grid?"),
+        ("--seeds 2 --metric finall", "--metric finall: did you mean final?"),
+        ("--seeds 2 --metric eval_return", "nothing is evaluated; add --eval-every N"),
+        ("--optuna 3 --grid gamma=0.9", "there is one setting in all; leave --optuna out"),
+        ("--optuna 9 --grid gamma=0.9,0.8 --range epochs=1..4", "--optuna 9: there are 8 in all"),
+        ("--optuna 3 --range epochs=1..2.5", "epochs=2.5: a whole number is expected"),
+        ("--optuna 3 --range epochs=1", "--range epochs=1: LOW..HIGH or LOW..HIGH:log is expected"),
+        ("--seeds 2 --engine ray --ray auto", "each run is on one node, and --engine ray would"),
     ],
 )
 def test_refused_before_anything_starts(
@@ -321,6 +340,19 @@ def test_all_faults_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     words = ["--grid", "gama=0.9,0.8", "--grid", "epochs=x,y", "--seeds", "1,1"]
     assert main([*BASE, *words, "--dir", str(tmp_path / "a")]) == 2
     assert "4 things are wrong" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BASE, "--seeds", "2", "--dir", "/dev/null/sweep"]) == 2
+    said = capsys.readouterr().err
+    assert "dir /dev/null/sweep cannot be made" in said
+    assert "type: --dir with another" in said
+
+
+def test_one_fault_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--optuna", "3", "--range", "epochs=1..2.5", "--dir", str(tmp_path / "a")]
+    assert main([*BASE, *words]) == 2
+    assert capsys.readouterr().err == "manyhands: epochs=2.5: a whole number is expected\n"
 
 
 def test_without_an_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,9 +415,50 @@ def test_from_python(tmp_path: Path) -> None:
         mh.sweep(dir=tmp_path)
     with pytest.raises(ConfigError, match="a list of values is needed"):
         mh.sweep("ppo", env="CartPole-v1", grid={"activation": "tanh"})
-    with pytest.raises(ConfigError, match="whole numbers are needed"):
-        mh.sweep("ppo", env="CartPole-v1", seeds=[1, 2.5])
+    for seeds in ([1, 2.5], "1..5", "5", [], True, None, 2.0, ["1"]):
+        with pytest.raises(ConfigError, match=r"a number of seeds \(5\), or a list of whole"):
+            mh.sweep("ppo", env="CartPole-v1", seeds=seeds)
     assert sweeps.make_plan(base(), {}, seeds=np.arange(2, 4)).seeds == [2, 3]
+    plan = sweeps.make_plan(base(), {"gamma": np.array([0.5, 0.75]), "epochs": np.arange(1, 3)})
+    assert plan.grid == {"gamma": [0.5, 0.75], "epochs": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"grid": "gamma=0.9,0.8"}, r"grid='gamma=0.9,0.8': a table of options is needed"),
+        ({"grid": [("gamma", [0.9])]}, "a table of options is needed"),
+        ({"ranges": [("gamma", 0.1, 0.9)], "optuna": 2}, "a table of options is needed"),
+        ({"grid": {3: [1, 2]}}, "3 is no option: text is expected"),
+        ({"grid": {"target_return": [None, 100]}}, r"target_return=None: sweep\.toml cannot hold"),
+        ({"settings": {"gamma": 0.9}}, "a list is needed, of a table for each setting"),
+        ({"settings": "gamma"}, "a list is needed, of a table for each setting"),
+        ({"ranges": {"gamma": 0.9}, "optuna": 2}, r"ranges gamma=0.9: \(LOW, HIGH\) or"),
+        ({"ranges": {"gamma": "0.1..0.9"}, "optuna": 2}, r"\(LOW, HIGH\) or"),
+        ({"ranges": {"gamma": (0.1, 0.9, "lin")}, "optuna": 2}, "'lin' is no scale"),
+        ({"optuna": "3", "ranges": {"gamma": (0.1, 0.9)}}, "optuna='3': a whole number"),
+        ({"optuna": 2.5, "ranges": {"gamma": (0.1, 0.9)}}, "optuna=2.5: a whole number"),
+        ({"seeds": 2, "at_once": "2"}, "at_once='2': a whole number"),
+        ({"seeds": 2, "metric": 3}, "metric=3: text is expected"),
+        ({"seeds": 2, "run_dir": "mine"}, "run_dir is for one run"),
+    ],
+)
+def test_from_python_nothing_but_configuration_errors(
+    given: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        mh.sweep("ppo", env="CartPole-v1", dir=tmp_path / "sweep", **given)
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_more_to_draw_from_than_anybody_could_look_at_is_checked_one_by_one(tmp_path: Path) -> None:
+    many = {f"env_kwargs.a{i}": list(range(10)) for i in range(8)}
+    plan = sweeps.make_plan(base(), many, optuna=5)
+    assert len(plan.settings_to_check()) == 80
+    assert sweeps.claim(tmp_path, plan)  # which does not list them either
+
+
+def test_lambdas_have_no_name() -> None:
     with pytest.raises(ConfigError, match="a lambda cannot be sent"):
         mh.sweep("ppo", env=lambda: None, seeds=2, engine="inline")
 

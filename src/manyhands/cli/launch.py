@@ -140,12 +140,31 @@ def _for_slurm(job: Job, file: str, nodes: int) -> int:
     from manyhands.cli import slurm
 
     check(job)
+    for name, given in (("--gpus", job.gpus), ("--address", job.address)):
+        if given is not None and given != "":
+            raise ConfigError(
+                f"{name} {given} does not go with --slurm: "
+                + ("SLURM gives tasks their GPUs; see --gpus-per-task in the file"
+                   if name == "--gpus" else "the batch file starts Ray on its own nodes")
+            )  # fmt: skip
     words = ["python", job.script, *job.args]
-    if job.engine in ("local", "ray"):  # srun starts the others' workers
+    if job.engine in ("local", "ray"):
         given = {"--timeout": f"{job.timeout:g}", "--roles": job.roles}
+        if job.threads is not None:
+            given["--threads"] = str(job.threads)
         options = [word for name, value in given.items() if value for word in (name, value)]
+        options += ["--debug-collectives"] if job.debug else []
         words = ["manyhands", "launch", "-n", str(job.workers), "--engine", job.engine]
         words += [*options, job.script, *job.args]
-    elif job.roles:
-        words = ["env", f"{roles.VARIABLE}={job.roles}", *words]
-    return slurm.write(slurm.Batch(file, job.engine, job.workers, nodes, tuple(words), False))
+    else:  # srun starts the workers, which read what was asked from their environment
+        told = {
+            roles.VARIABLE: job.roles,
+            "MANYHANDS_TIMEOUT": "" if job.timeout == DEFAULT_TIMEOUT else f"{job.timeout:g}",
+            "MANYHANDS_DEBUG": "1" if job.debug else "",
+        }
+        found = [f"{name}={value}" for name, value in told.items() if value]
+        words = ["env", *found, *words] if found else words
+    threads = job.threads or 1
+    return slurm.write(
+        slurm.Batch(file, job.engine, job.workers, nodes, tuple(words), False, threads=threads)
+    )

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
 
 from manyhands import support
-from manyhands.config import Experiment
+from manyhands.config import Experiment, join_faults
 from manyhands.errors import ConfigError
 from manyhands.strategies import registry as strategies
 from manyhands.strategies.simulate import Cluster, Costs, Load, Outcome, load_of
@@ -58,9 +60,8 @@ def plan(argv: list[str]) -> int:
         parser().print_help()
         return 0 if argv else 2
     options, words = parser().parse_known_args(argv)
-    if min(options.hosts, options.cores) < 1 or options.link_mbit <= 0:
-        raise ConfigError("--hosts, --cores and --link-mbit must be positive")
-    one = parse([*words, "--workers", "1", "--strategy", "", "--engine", "inline"])
+    check(options, words)
+    one = parse([*words, "--workers", "1", "--strategy", "", "--engine", "inline"], "plan")
     validate.check(one)
     costs = measured_costs(one, options.costs) if options.measure else load(one, options.costs)
     cluster = Cluster(options.hosts, options.cores, options.link_latency_us * 1e-6,
@@ -75,6 +76,35 @@ def plan(argv: list[str]) -> int:
         draw(one, rows, cluster, options.picture)
         print(f"drawn in {options.picture}")
     return 0
+
+
+def check(options: argparse.Namespace, words: Sequence[str]) -> None:
+    """ConfigError with every fault, before anything is measured."""
+    faults = [
+        f"--{name} {getattr(options, name)}: at least 1 is needed"
+        for name in ("hosts", "cores")
+        if getattr(options, name) < 1
+    ]
+    for name, zero in (("link_mbit", False), ("link_latency_us", True), ("rate", False)):
+        value = getattr(options, name)
+        if value is not None and not (0 < value < math.inf or (zero and value == 0)):
+            faults.append(
+                f"--{name.replace('_', '-')} {value:g}: a number {'from' if zero else 'above'} 0 "
+                f"{'on ' if zero else ''}is needed"
+            )
+    for word in words:
+        if (name := word.split("=")[0]) in ("-n", "--workers", "--strategy", "--engine"):
+            faults.append(
+                f"{name}: plan goes through every strategy with 1 to {MOST:,} workers; leave it out"
+            )
+    if options.picture and os.path.splitext(options.picture)[1] not in (".png", ".svg", ".pdf"):
+        faults.append(f"--picture {options.picture}: a .png, .svg or .pdf is expected")
+    for file in (options.costs if options.measure else "", options.json, options.picture):
+        folder = os.path.dirname(os.path.abspath(file)) if file else ""
+        if folder and (os.path.isdir(file) or not os.access(folder, os.W_OK)):
+            faults.append(f"{file} cannot be written; give a file in a folder that is there")
+    if faults:
+        raise ConfigError(join_faults(faults))
 
 
 # -- simulation ------------------------------------------------------------------------------------
@@ -167,12 +197,18 @@ def load(one: Experiment, file: str) -> Costs:
             )
         tables = {"meet", "crowd"} & facts["costs"].keys()
         rows = {name: tuple(map(tuple, facts["costs"][name])) for name in tables}
-        return Costs(**facts["costs"] | rows)
+        costs = Costs(**facts["costs"] | rows)
+        for name, value in dataclasses.asdict(costs).items():
+            numbers = itertools.chain(*value) if name in ("meet", "crowd") else [value]
+            least = 1 if name in ("batch", "bandwidth") else 0
+            if not all(least <= number < math.inf for number in numbers):
+                raise ValueError(f"{name} is {value}")
+        return costs
     except FileNotFoundError:
         raise ConfigError(
             f"nothing has been measured ({file} is not there); add --measure"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is no file of costs ({error}); add --measure") from error
 
 

@@ -39,7 +39,7 @@ _HEAD = """\
 
 PATH={path}:$PATH
 cd {folder} || exit 2
-export OMP_NUM_THREADS=1            # a worker is one thread; --threads or more processors for more
+export OMP_NUM_THREADS={threads}            # of a worker
 """
 
 _TRAIN = """
@@ -129,6 +129,7 @@ class Batch:
     training: bool
     run_dir: str = ""  # of a training; "" makes one from the job's number
     quiet: bool = False
+    threads: int = 1  # of a worker
 
 
 def write(batch: Batch) -> int:
@@ -163,6 +164,7 @@ def script(batch: Batch) -> str:
         tasks=_tasks(batch),
         path=shlex.quote(os.path.dirname(sys.executable)),
         folder=shlex.quote(os.getcwd()),
+        threads=batch.threads,
     )
     body = (
         _TRAIN.format(command=command, run_dir=run_dir, quiet=" --quiet" if batch.quiet else "")
@@ -177,9 +179,12 @@ def _tasks(batch: Batch) -> str:
     if batch.engine in ("local", "ray"):
         return (
             "#SBATCH --ntasks-per-node=1         # which has all processors of its node\n"
-            f"#SBATCH --cpus-per-task={each}"
+            f"#SBATCH --cpus-per-task={each * batch.threads}"
         )
-    return f"#SBATCH --ntasks-per-node={each}         # one a worker\n#SBATCH --cpus-per-task=1"
+    return (
+        f"#SBATCH --ntasks-per-node={each}         # one a worker\n"
+        f"#SBATCH --cpus-per-task={batch.threads}"
+    )
 
 
 def _check(batch: Batch) -> None:

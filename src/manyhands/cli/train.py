@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, field
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
@@ -121,6 +122,10 @@ def _for_slurm(argv: list[str], experiment: Experiment, slurm: str, nodes: str =
     from manyhands.cli import slurm as batch
 
     run, words = experiment.run, list(argv)
+    try:
+        several = whole_number(nodes)
+    except ValueError as error:
+        raise ConfigError(f"--nodes {error}") from None
     for place, word in enumerate(argv):  # it is said once, for resume too
         if word.split("=")[0] in ("--run-dir", "--run_dir"):
             words[place : place + (1 if "=" in word else 2)] = []
@@ -128,7 +133,7 @@ def _for_slurm(argv: list[str], experiment: Experiment, slurm: str, nodes: str =
         words += ["--workers", str(run.workers)]
     command = ("manyhands", "train", *words)
     return batch.write(
-        batch.Batch(slurm, run.engine, run.workers, whole_number(nodes), command, True,
+        batch.Batch(slurm, run.engine, run.workers, several, command, True,
                     run.run_dir, run.quiet)
     )  # fmt: skip
 
@@ -357,6 +362,18 @@ def whole_number(text: str) -> int:
     return int(value)
 
 
+def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """For argparse, which keeps the words of an error of its own only."""
+
+    def argument(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return argument
+
+
 def number_of_workers(text: str) -> Workers:
     """A whole number, or two: 2..16."""
     least, dots, most = text.partition("..")
@@ -420,7 +437,12 @@ def resume(argv: list[str]) -> int:
     )
     add = parser.add_argument
     add("run_dir", metavar="DIR", help="the folder of the run, or of the sweep")
-    add("--steps", type=whole_number, metavar="N", help="environment steps of the whole run")
+    add(
+        "--steps",
+        type=_argument(whole_number),
+        metavar="N",
+        help="environment steps of the whole run",
+    )
     add(
         "--target-return",
         type=_target,
@@ -430,7 +452,7 @@ def resume(argv: list[str]) -> int:
     add(
         "-n",
         "--workers",
-        type=number_of_workers,
+        type=_argument(number_of_workers),
         metavar="N",
         help="another number of workers: gather and allreduce learn the same, but for rounding",
     )
@@ -438,13 +460,19 @@ def resume(argv: list[str]) -> int:
     add("--timeout", type=float, metavar="S", help="seconds that a wait for workers may take")
     add("--checkpoint-seconds", type=float, metavar="S", help="seconds between checkpoints")
     add("--quiet", action="store_true", help="print nothing but errors")
-    add("--at-once", type=whole_number, metavar="N", help="of a sweep: runs at the same time")
+    add(
+        "--at-once",
+        type=_argument(whole_number),
+        metavar="N",
+        help="of a sweep: runs at the same time",
+    )
+    add("--ray", metavar="HOST:PORT", help="of a sweep: train on the nodes of this Ray cluster")
     add("--metric", metavar="NAME", help="of a sweep: what settings are ranked by")
     options: dict[str, Any] = vars(parser.parse_args(argv))
     run_dir = options.pop("run_dir")
     if os.path.isfile(os.path.join(run_dir, "sweep.toml")):
         return _resume_sweep(run_dir, options)
-    if given := [name for name in ("at_once", "metric") if name in options]:
+    if given := [name for name in ("at_once", "ray", "metric") if name in options]:
         raise ConfigError(
             f"--{given[0].replace('_', '-')} is for sweeps, and {run_dir} is not the folder of one"
         )
@@ -496,6 +524,9 @@ or killed goes on with: manyhands resume DIR
   --range OPTION=LOW..HIGH      numbers for Optuna to draw from; LOW..HIGH:log on a log scale
   --seeds N | A..B | A,B,C      how many, from --seed on, or which (default: 1)
   --at-once N                   runs at the same time (default: cores / workers of a run)
+  --ray HOST:PORT               train on the nodes of this Ray cluster, as many runs at once as its
+                                CPUs can take; `auto` for the cluster that runs here. The nodes
+                                share the disk that --dir is on
   --dir DIR                     folder of the sweep (default: sweeps/ENV/ALGORITHM-TIME)
   --metric NAME                 what settings are ranked by: final (mean return of the last 100
                                 episodes), area (mean height of the learning curve; default with
@@ -512,7 +543,9 @@ examples:
   manyhands sweep ppo --env CartPole-v1 --optuna 20 --range learning_rate=1e-4..1e-2:log
   manyhands sweep --config sweeps/cartpole/sweep.toml --dir sweeps/again
 """
-_OF_A_SWEEP = ("at_once", "metric", "quiet")  # what may be another when one goes on
+_OWN = ("--grid", "--setting", "--range", "--optuna", "--seeds", "--at-once", "--metric", "--ray")
+_MOST_SEEDS = 100_000  # that are looked at; a sweep refuses fewer
+_OF_A_SWEEP = ("at_once", "ray", "metric", "quiet")  # what may be another when one goes on
 
 
 def sweep(argv: list[str]) -> int:
@@ -520,6 +553,7 @@ def sweep(argv: list[str]) -> int:
         print(_SWEEP)
         raise SystemExit(0 if argv else 2)
     own, words = _own_options(argv)
+    _check_words(words)
     if not words:
         raise ConfigError("the algorithm comes first: manyhands sweep ppo --env ID --grid ...")
     from manyhands import sweeps
@@ -535,8 +569,8 @@ def sweep(argv: list[str]) -> int:
     grid = {
         name: split_values(text) for name, text in _choices([w for one in own.grid for w in one])
     }
-    settings = [dict(_choices(words)) for words in own.setting]
-    ranges = {name: _ends(text) for name, text in _choices([w for r in own.range for w in r])}
+    settings = [dict(_choices(words, "setting")) for words in own.setting]
+    ranges = {n: _ends(n, text) for n, text in _choices([w for r in own.range for w in r], "range")}
     if not any(word.split("=")[0] == "--engine" for word in words):
         base = sweeps.without_needless_processes(base, [*grid, *ranges, *filed.get("grid", {})])
     typed = bool(grid or settings or ranges)
@@ -550,7 +584,7 @@ def sweep(argv: list[str]) -> int:
         ranges=ranges if typed else filed.get("ranges", {}),
         typed=typed,
     )
-    return _exit_code(sweeps.begin(plan, own.dir, own.at_once))
+    return _exit_code(sweeps.begin(plan, own.dir, own.at_once, own.ray))
 
 
 def _own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -562,20 +596,33 @@ def _own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--grid", action="append", nargs="+", default=[])
     add("--setting", action="append", nargs="+", default=[])
     add("--range", action="append", nargs="+", default=[])
-    add("--optuna", type=whole_number, default=0)
+    add("--optuna", type=_argument(whole_number), default=0)
     add("--seeds", default="")
-    add("--at-once", type=whole_number, default=0)
+    add("--at-once", type=_argument(whole_number), default=0)
+    add("--ray", default="")
     add("--dir", default="")
     add("--metric", default="")
     return parser.parse_known_args(argv)
 
 
-def _ends(text: str) -> list[str]:
+def _check_words(words: list[str]) -> None:
+    """What `train` would take, or would say nothing helpful about."""
+    known = {*names_of(RunConfig), *(n for spec in SPECS.values() for n in names_of(spec.options))}
+    for word in words:
+        name = word.split("=")[0]
+        if name in ("--run-dir", "--run_dir"):
+            raise ConfigError(f"{name} is for one run; the folder of a sweep is --dir DIR")
+        near = difflib.get_close_matches(name, _OWN, 1, 0.7) if name.startswith("--") else []
+        if near and name[2:].replace("-", "_") not in known:
+            raise ConfigError(f"there is no option {name}; did you mean {near[0]}?")
+
+
+def _ends(name: str, text: str) -> list[str]:
     """LOW..HIGH or LOW..HIGH:log"""
     numbers, colon, scale = text.partition(":")
     ends = numbers.split("..")
     if len(ends) != 2 or not all(ends) or (colon and scale != "log"):
-        raise ConfigError(f"--range {text}: LOW..HIGH or LOW..HIGH:log is expected")
+        raise ConfigError(f"--range {name}={text}: LOW..HIGH or LOW..HIGH:log is expected")
     return [*ends, *([scale] if scale else [])]
 
 
@@ -586,7 +633,8 @@ def _resume_sweep(folder: str, options: dict[str, Any]) -> int:
     if wrong:
         raise ConfigError(
             f"{in_words(wrong)} cannot change in a sweep that goes on; what can: --at-once, "
-            "--metric, --quiet. A single run of it takes more: manyhands resume DIR/SETTING/seed-N"
+            "--ray, --metric, --quiet. A single run of it takes more: manyhands resume "
+            "DIR/SETTING/seed-N"
         )
     return _exit_code(sweeps.resume(folder, **options))
 
@@ -595,20 +643,25 @@ def _exit_code(swept: Any) -> int:
     return 1 if swept.failed else 0
 
 
-def _choices(words: list[str]) -> list[tuple[str, str]]:
+def _choices(words: list[str], kind: str = "grid") -> list[tuple[str, str]]:
     """["learning_rate=1e-3,3e-4"] -> names and what is after the sign; no name twice."""
-    found = [_choice(word) for word in words]
+    found = [_choice(word, kind) for word in words]
     names = [name for name, _ in found]
     if again := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise ConfigError(f"{again[0]} is given twice; type all its values once, with commas")
+        several = "; type all its values once, with commas" if kind == "grid" else ""
+        raise ConfigError(f"{again[0]} is given twice{several}")
     return found
 
 
-def _choice(word: str) -> tuple[str, str]:
+_FORMS = {"grid": "VALUE,VALUE", "setting": "VALUE", "range": "LOW..HIGH"}
+
+
+def _choice(word: str, kind: str) -> tuple[str, str]:
     name, equals, text = word.partition("=")
     if not name or not equals:
         raise ConfigError(
-            f"{word} is not of the form OPTION=VALUE; type: --grid OPTION=VALUE,VALUE"
+            f"{word or 'an empty word'} is not of the form OPTION=VALUE; type: --{kind} "
+            f"OPTION={_FORMS[kind]}"
         )
     return name.replace("-", "_"), text
 
@@ -628,15 +681,17 @@ def split_values(text: str) -> list[str]:
     return [one.strip() for one in found] if text.strip() else []
 
 
-def _seeds(text: str) -> int | list[int]:
+def _seeds(text: str) -> int | Sequence[int]:
     """5 is a number of seeds; 1..5, 3,7 and 1..3,9 are seeds."""
-    found: list[int] = []
     with contextlib.suppress(ValueError):
         if text.isdecimal():
             return int(text)
+        parts = []
         for part in text.split(","):
             first, dots, last = part.partition("..")
-            found += range(int(first), int(last) + 1) if dots else [int(first)]
-        if found:
-            return found
+            parts.append(range(int(first), int(last if dots else first) + 1))
+        if len(parts) == 1 and parts[0]:
+            return parts[0]
+        if all(parts):
+            return [seed for part in parts for seed in part[:_MOST_SEEDS]]
     raise ConfigError(f"--seeds {text}: a number of seeds (5), or which: 1..5 or 1,2,7")

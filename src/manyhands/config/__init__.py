@@ -358,8 +358,8 @@ def load_recipe(name: str) -> Experiment:
     names = sorted(path.stem for path in RECIPES.glob("*.toml"))
     if name not in names:
         raise ConfigError(
-            f"there is no recipe {name!r}; {nearest(name, names)} (to see them all, type: "
-            "manyhands recipes)"
+            f"there is no recipe {name!r}; {nearest(name, names)}\nTo see what they are, type: "
+            "manyhands recipes"
         )
     return load_toml(RECIPES / f"{name}.toml")
 

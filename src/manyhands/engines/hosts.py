@@ -38,6 +38,10 @@ _VERSIONS = ("numpy", "torch", "gymnasium")
 _MOST_FILES = 500  # of the user's own that are compared
 
 
+class Differs(ConfigError):
+    """Workers do not all run the same."""
+
+
 # -- all together ----------------------------------------------------------------------------------
 
 
@@ -216,7 +220,7 @@ def _own_files() -> dict[str, list[str]]:
 
 
 def compare(names: Sequence[str], said: Sequence[dict[str, list[str]]]) -> None:
-    """ConfigError that names what differs, and on which workers.
+    """`Differs` names what differs, and on which workers.
 
     Where a file lies may differ; what is in it may not. A module that only some have imported is no
     fault: workers may play different parts.
@@ -228,7 +232,7 @@ def compare(names: Sequence[str], said: Sequence[dict[str, list[str]]]) -> None:
             lines = [f"    {names[r]}: {value[0]}" for r, value in values.items()]
             differ.append(f"  {what}:\n" + "\n".join(lines))
     if differ:
-        raise ConfigError(
+        raise Differs(
             "start: workers do not all run the same:\n" + "\n".join(differ) + "\nInstall the same "
             "versions on all hosts, and copy the script to all (or put it on a disk they share)"
         )

@@ -34,7 +34,7 @@ ATARI_ID = re.compile(r"^ALE/|NoFrameskip-v\d+$|-ram(Deterministic|NoFrameskip)?
 _PETTINGZOO = re.compile(r"pettingzoo[./]|(atari|butterfly|classic|mpe|sisl)[./]\w+_v\d+$")
 # Ids of Gym's. What ale-py still registers of them is known, and does not come here.
 _OLD_ATARI = re.compile(
-    r"(?P<game>\w+?)(?P<ram>-ram)?(?P<kind>Deterministic|NoFrameskip)?-v(?P<version>[04])$"
+    r"(ALE/)?(?P<game>\w+?)(?P<ram>-ram)?(?P<kind>Deterministic|NoFrameskip)?-v(?P<version>[045])$"
 )
 
 
@@ -115,16 +115,37 @@ def unknown_id(env_id: str, known: list[str], detail: str) -> ConfigError:
             f"there is no environment {env_id!r} of Gymnasium; it looks like a game of PettingZoo: "
             "type: --env-backend pettingzoo"
         )
+    newest = _newest(known)
+    base, version = _parted(env_id)
+    if newest.get(base, env_id) != env_id:
+        more = " any more" if 0 <= version < _parted(newest[base])[1] else ""
+        return ConfigError(f"there is no environment {env_id!r}{more}; type: --env {newest[base]}")
     old = _OLD_ATARI.match(env_id)
     if old and f"ALE/{old['game']}-v5" in known:
         return ConfigError(_instead_of(env_id, old))
-    by_lower = {name.lower(): name for name in known}
+    by_lower = {name.lower(): name for name in newest.values()}
     near = difflib.get_close_matches(env_id.lower(), list(by_lower), n=4, cutoff=0.6)
     if near:
         hint = "did you mean " + ", ".join(by_lower[name] for name in near) + "?"
     else:
         hint = "no registered name is close; for your own environment give 'package.module:Class'"
     return ConfigError(f"there is no environment {env_id!r}: {hint} ({detail})")
+
+
+def _newest(known: list[str]) -> dict[str, str]:
+    """Of each name the version that counts most, of those that still work."""
+    found: dict[str, str] = {}
+    for env_id in sorted(known, key=lambda env_id: _parted(env_id)[1]):
+        spec = gymnasium.registry.get(env_id)
+        if spec is None or "_raise_mujoco_py_error" not in str(spec.entry_point):
+            found[_parted(env_id)[0]] = env_id
+    return found
+
+
+def _parted(env_id: str) -> tuple[str, int]:
+    """Name and version; -1 where it has none."""
+    name, _, version = env_id.rpartition("-v")
+    return (name, int(version)) if name and version.isdecimal() else (env_id, -1)
 
 
 def _instead_of(env_id: str, old: re.Match[str]) -> str:
@@ -240,8 +261,10 @@ def missing_package(env_id: str, error: Exception) -> ManyhandsError:
     """What to type when the id is known but the package behind it is not there."""
     point = str(known_id(env_id).entry_point)
     if "_raise_mujoco_py_error" in point:  # Gymnasium keeps the old ids only to refuse them
-        modern = re.sub(r"-v\d+$", "-v5", env_id)
-        return ConfigError(f"{env_id} was built on mujoco-py, which no longer exists; use {modern}")
+        return ConfigError(
+            f"{env_id} was built on mujoco-py, which no longer exists; type: --env "
+            f"{_newest(list(gymnasium.registry))[_parted(env_id)[0]]}"
+        )
     if "mujoco" in point:
         return needs("mujoco", "mujoco", error)
     if "ale_py" in point:

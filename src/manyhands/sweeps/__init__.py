@@ -5,8 +5,9 @@
     results.json, results.md, curves.png     what came of it
 
 Each run is trained by a process of its own, `manyhands train`, so that whatever reads the folder of
-a run reads these. One that fails does not stop the others. All end with this process, however it
-ends, and a sweep that was stopped or killed goes on where it stood.
+a run reads these; with `ray`, on the nodes of a cluster. One that fails does not stop the others.
+All end with this process, however it ends, and a sweep that was stopped or killed goes on where it
+stood.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from typing import Any
 
 from manyhands import streams
 from manyhands.config import build, load_recipe, to_plain
+from manyhands.config.values import coerce
 from manyhands.engines import calls, joined
 from manyhands.errors import ConfigError, Stopped
 from manyhands.experiment.folder import RunLock
 from manyhands.experiment.metrics import write_json
 from manyhands.run import with_names
+from manyhands.sweeps import cluster
 from manyhands.sweeps.jobs import DONE, OUTPUT, Job, Pool, many
 from manyhands.sweeps.plan import (
     Plan,
@@ -109,6 +112,7 @@ def sweep(
     seeds: int | Sequence[int] = 1,
     dir: str | os.PathLike[str] = "",
     at_once: int = 0,
+    ray: str = "",
     metric: str = "",
     optuna: int = 0,
     ranges: Mapping[str, Sequence[Any]] | None = None,
@@ -130,6 +134,8 @@ def sweep(
         seeds: how many, from `seed` on, or which.
         dir: folder of the sweep; by default sweeps/ENV/ALGORITHM-TIME.
         at_once: runs at the same time; by default as many as the cores can take.
+        ray: "HOST:6379" of a Ray cluster, whose nodes then train, as many as its CPUs can take;
+            "auto" for the one that runs here. They share the disk that `dir` is on.
         metric: what settings are ranked by: final, area, or a name of metrics.jsonl.
         optuna: settings for Optuna to draw from grid and ranges, in place of all combinations.
         ranges: option -> (low, high) or (low, high, "log").
@@ -140,9 +146,18 @@ def sweep(
             'guard: if __name__ == "__main__":'
         )
     if not (algorithm or recipe or grid or ranges or settings or options) and dir:
-        return resume(dir, at_once=at_once, metric=metric)
+        return resume(dir, at_once=at_once, ray=ray, metric=metric)
     if bool(algorithm) == bool(recipe):
         raise ConfigError('give an algorithm, sweep("ppo", ...), or a recipe, sweep(recipe=NAME)')
+    if "run_dir" in options:
+        raise ConfigError("run_dir is for one run; each of a sweep has a folder of its own: dir=")
+    for what, table in (("grid", grid), ("ranges", ranges)):
+        if table is not None and not isinstance(table, Mapping):
+            raise ConfigError(
+                f"{what}={table!r}: a table of options is needed, as in "
+                f'{what}={{"gamma": [0.9, 0.99]}}'
+            )
+    optuna, at_once = coerce("optuna", optuna, int), coerce("at_once", at_once, int)
     options = with_names(options, elsewhere=True)
     if callable(hooks := options.get("hooks")):
         options["hooks"] = calls.name_of(hooks)
@@ -156,19 +171,24 @@ def sweep(
         base = without_needless_processes(base, {**(grid or {}), **(ranges or {})})
     plan = make_plan(base, grid or {}, settings, seeds, metric, optuna=optuna, ranges=ranges)
     with streams.given_back():
-        return begin(plan, dir, at_once)
+        return begin(plan, dir, at_once, ray)
 
 
-def begin(plan: Plan, dir: str | os.PathLike[str] = "", at_once: int = 0) -> Swept:
+def begin(plan: Plan, dir: str | os.PathLike[str] = "", at_once: int = 0, ray: str = "") -> Swept:
     """Check a plan, and go through with it; on with it where the folder holds it already."""
     _alone()
     folder = Path(dir or default_dir(plan.base)).absolute()
     check(plan, folder)
-    return _perform(folder, plan, at_once, plan.base.run.quiet)
+    return _perform(folder, plan, at_once, ray, plan.base.run.quiet)
 
 
 def resume(
-    dir: str | os.PathLike[str], *, at_once: int = 0, metric: str = "", quiet: bool = False
+    dir: str | os.PathLike[str],
+    *,
+    at_once: int = 0,
+    ray: str = "",
+    metric: str = "",
+    quiet: bool = False,
 ) -> Swept:
     """Go on with the sweep of a folder: what has finished stays, what was interrupted goes on from
     its last checkpoint, what has failed is tried again."""
@@ -176,7 +196,7 @@ def resume(
     folder = Path(dir).absolute()
     plan = load_plan(folder)
     plan = dataclasses.replace(plan, metric=metric or plan.metric)
-    return _perform(folder, plan, at_once, quiet)
+    return _perform(folder, plan, at_once, ray, quiet)
 
 
 def _alone() -> None:
@@ -189,11 +209,13 @@ def _alone() -> None:
         )
 
 
-def _perform(folder: Path, plan: Plan, at_once: int, quiet: bool) -> Swept:
+def _perform(folder: Path, plan: Plan, at_once: int, ray: str, quiet: bool) -> Swept:
     if at_once < 0:
         raise ConfigError(f"--at-once {at_once}: at least 1 is needed")
     if plan.optuna:
         load_optuna()
+    tried = plan.looked_at()
+    cluster.check_engines(ray, tried)
     with RunLock(folder):
         claim(folder, plan)
         base = dataclasses.replace(plan.base, run=dataclasses.replace(plan.base.run, quiet=False))
@@ -203,10 +225,10 @@ def _perform(folder: Path, plan: Plan, at_once: int, quiet: bool) -> Swept:
         jobs += search.earlier() if search else []
         for job in jobs:
             job.is_done()
-        with _view(quiet) as view:
+        with cluster.joined(ray, folder, tried) as nodes, _view(quiet) as view:
             drawn = [f"{plan.optuna} settings for Optuna to draw"] if plan.optuna else []
             view.say(", ".join([*drawn, *([counted(jobs)] if jobs else []), f"in {_near(folder)}"]))
-            stopped = Pool(jobs, at_once, view, search).run()
+            stopped = Pool(jobs, at_once, view, search, nodes).run()
         if stopped:
             done = sum(job.state in DONE for job in jobs)
             raise Paused(stopped, f"{done} of {many(len(jobs))} have finished. To continue, type: "

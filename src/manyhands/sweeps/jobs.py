@@ -1,4 +1,7 @@
-"""The runs of a sweep: a process each, as many at once as there is room for."""
+"""The runs of a sweep: a process each, as many at once as there is room for.
+
+The processes are this machine's, or those of a Ray cluster (cluster.py).
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from manyhands.config import save_toml
+from manyhands.config import Experiment, save_toml
 from manyhands.engines import stopping
 from manyhands.engines.process import what_ended
 from manyhands.engines.supervisor import die_with_us
@@ -27,6 +30,7 @@ from manyhands.sweeps.plan import Trial
 from manyhands.viewing import scores
 
 if TYPE_CHECKING:
+    from manyhands.sweeps.cluster import Cluster
     from manyhands.sweeps.search import Search
     from manyhands.sweeps.view import View
 
@@ -37,6 +41,62 @@ _STOP_NOW_SECONDS = 5.0  # the same when it was asked twice
 DONE = ("finished", "solved")
 
 
+class Process(Protocol):
+    """A run's process, wherever it is."""
+
+    fd: int  # readable once it has ended; -1 where nothing is
+    why: str  # it has ended, where its exit code does not say so
+
+    def poll(self) -> int | None: ...
+
+    def send(self, number: int) -> None: ...
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended by then."""
+
+    def close(self) -> None: ...
+
+
+class LocalProcess:
+    """A process of this machine, which ends with this one."""
+
+    def __init__(self, words: list[str], output: Path) -> None:
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        with open(output, "ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "manyhands", *words],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # a terminal's Ctrl-C reaches us, and we ask the runs
+                preexec_fn=die_with_us,
+            )
+        self.fd = os.pidfd_open(self._process.pid) if hasattr(os, "pidfd_open") else -1
+        self.why = ""
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def send(self, number: int) -> None:
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if number == signal.SIGKILL:  # its workers are of its group
+                    os.killpg(self._process.pid, number)
+                else:
+                    self._process.send_signal(number)
+
+    def wait(self, seconds: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+
 @dataclass
 class Job:
     """A trial and the process that trains it."""
@@ -44,8 +104,7 @@ class Job:
     trial: Trial
     folder: Path
     state: str = "waiting"  # running, finished, solved, stopped, pruned, failed
-    process: subprocess.Popen[bytes] | None = None
-    pidfd: int = -1
+    process: Process | None = None
     began: float = 0.0
     error: str = ""
     env_steps: int = 0
@@ -59,8 +118,7 @@ class Job:
 
     @property
     def cores(self) -> int:
-        run = self.trial.experiment.run
-        return 1 if run.engine == "inline" else run.workers
+        return cores_of(self.trial.experiment)
 
     @property
     def share(self) -> float:
@@ -87,40 +145,31 @@ class Job:
         self.env_steps, self.mean_return = summary["env_steps"], summary["mean_return"]
         return True
 
-    def start(self) -> bool:
+    def start(self, cluster: Cluster | None) -> bool:
         """Begin, or go on from the last checkpoint (True)."""
         resumes = any((self.folder / "checkpoints").glob("[0-9]*"))
-        words = [sys.executable, "-m", "manyhands"]
         if resumes:
-            words += ["resume", str(self.folder)]
+            words = ["resume", str(self.folder)]
         else:
             # What an earlier process has left here was killed before its first checkpoint.
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             save_toml(self.folder / _PLANNED, self.trial.experiment)
-            words += ["train", "--config", str(self.folder / _PLANNED)]
+            words = ["train", "--config", str(self.folder / _PLANNED)]
             words += ["--run-dir", str(self.folder)]
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        with open(self.folder / OUTPUT, "ab") as output:
-            self.process = subprocess.Popen(
-                words,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                process_group=0,  # a terminal's Ctrl-C reaches us, and we ask the runs
-                preexec_fn=die_with_us,
-            )
-        if hasattr(os, "pidfd_open"):
-            self.pidfd = os.pidfd_open(self.process.pid)
+        output = self.folder / OUTPUT
+        if cluster is None:
+            self.process = LocalProcess(words, output)
+        else:
+            self.process = cluster.begin(words, output, self.trial.experiment)
         self.state, self.began = "running", time.monotonic()
         return resumes
 
     def reap(self, asked: bool) -> bool:
         """Whether the process has ended; then how is known."""
-        code = None if self.process is None else self.process.poll()
-        if code is None:
+        if self.process is None or (code := self.process.poll()) is None:
             return False
+        why = self.process.why
         self.close()
         if (self.folder / "config.toml").exists():
             (self.folder / _PLANNED).unlink(missing_ok=True)
@@ -129,7 +178,7 @@ class Job:
         self.look()
         self.state = "pruned" if self.pruned else "stopped" if asked else "failed"
         if self.state == "failed":
-            self.error = self._last_words() or f"the process {what_ended(code)}"
+            self.error = why or self._last_words() or f"the process {what_ended(code)}"
         return True
 
     def _last_words(self) -> str:
@@ -143,17 +192,18 @@ class Job:
         return found.removeprefix("manyhands: ")[:500]
 
     def send(self, number: int) -> None:
-        if self.process is not None and self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if number == signal.SIGKILL:  # its workers are of its group
-                    os.killpg(self.process.pid, number)
-                else:
-                    self.process.send_signal(number)
+        if self.process is not None:
+            self.process.send(number)
 
     def close(self) -> None:
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-        self.process, self.pidfd = None, -1
+        if self.process is not None:
+            self.process.close()
+        self.process = None
+
+
+def cores_of(experiment: Experiment) -> int:
+    """That a run keeps busy."""
+    return 1 if experiment.run.engine == "inline" else experiment.run.workers
 
 
 class Signals:
@@ -199,10 +249,15 @@ class Pool:
     """Trains the jobs, as many at once as there is room for."""
 
     def __init__(
-        self, jobs: list[Job], at_once: int, view: View, search: Search | None = None
+        self,
+        jobs: list[Job],
+        at_once: int,
+        view: View,
+        search: Search | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
         self.jobs, self._view, self._search = jobs, view, search
-        self._at_once, self._cores = at_once, os.cpu_count() or 1
+        self._at_once, self._cluster = at_once, cluster
 
     def run(self) -> int:
         """Until all have ended; the signal by which it was asked to stop, or 0."""
@@ -229,27 +284,32 @@ class Pool:
 
     def _patience(self, running: list[Job], deadline: float) -> tuple[list[int], float]:
         """What to wait for, and how long: no longer than until the next look, or the deadline."""
-        fds = [job.pidfd for job in running if job.pidfd >= 0]
-        longest = _LOOK_SECONDS if len(fds) == len(running) else 0.2  # a system without pidfds
+        fds = [job.process.fd for job in running if job.process and job.process.fd >= 0]
+        longest = _LOOK_SECONDS if len(fds) == len(running) else 0.2  # elsewhere, or without pidfds
         return fds, max(0.0, min(longest, deadline - time.monotonic()))
 
     def _start_what_fits(self) -> None:
-        for job in self._waiting():
-            running = [other for other in self.jobs if other.state == "running"]
-            used = sum(other.cores for other in running)
-            room = (
-                len(running) < self._at_once
-                if self._at_once
-                else used + job.cores <= self._cores or not running
-            )
-            if not room:
+        cores = self._cluster.cpus() if self._cluster else os.cpu_count() or 1
+        for job in self._waiting(cores):
+            if not self._has_room(job.cores, cores):
                 return
-            self._view.started(job, resumed=job.start())
+            self._view.started(job, resumed=job.start(self._cluster))
 
-    def _waiting(self) -> Iterator[Job]:
-        """In their order; then those of settings that are yet to be drawn."""
+    def _has_room(self, wanted: int, cores: float) -> bool:
+        running = [job.cores for job in self.jobs if job.state == "running"]
+        if self._at_once and len(running) >= self._at_once:
+            return False
+        # More than the cores where that was asked for; Ray itself gives no more than it has.
+        if self._at_once and self._cluster is None:
+            return True
+        return sum(running) + wanted <= cores or not running
+
+    def _waiting(self, cores: float) -> Iterator[Job]:
+        """In their order; then those of settings that are drawn once there is room for one."""
         yield from [job for job in self.jobs if job.state == "waiting"]
-        while self._search is not None and (more := self._search.more()):
+        while self._search is not None and self._has_room(1, cores):
+            if not (more := self._search.more()):
+                return
             self.jobs += more
             yield from more
 
@@ -286,10 +346,7 @@ class Pool:
         for job in left:
             job.send(signal.SIGTERM)
         for job in left:
-            assert job.process is not None
-            try:
-                job.process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
+            if job.process is not None and not job.process.wait(_STOP_SECONDS):
                 job.send(signal.SIGKILL)
                 job.process.wait(_STOP_NOW_SECONDS)
             job.close()

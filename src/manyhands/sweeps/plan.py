@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import itertools
 import json
+import math
 import operator
 import os
 import re
 import time
 import tomllib
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tomli_w
 
 from manyhands.config import (
@@ -27,6 +30,7 @@ from manyhands.config import (
     holds_a_run,
     join_faults,
     nearest,
+    of_others,
     read_toml,
     to_plain,
     validate,
@@ -34,6 +38,7 @@ from manyhands.config import (
 from manyhands.config.values import coerce, plain
 from manyhands.errors import ConfigError
 from manyhands.experiment.folder import short_env
+from manyhands.math.optimiser import make_schedule
 from manyhands.viewing import scores
 from manyhands.viewing.runs import SWEEP
 
@@ -45,6 +50,8 @@ _NOT_TRIED = {
     "quiet": "it changes nothing that is learned",
 }
 _LONGEST_NAME = 100  # of a folder; file systems take 255 bytes
+_PLACES = 100  # of a schedule, at which two are compared
+_MOST_RUNS = 10_000  # all are checked before the first starts, and shown while they run
 
 
 @dataclass(frozen=True)
@@ -86,10 +93,26 @@ class Plan:
 
     def combinations(self) -> list[dict[str, Any]]:
         """All settings; of a range, its ends."""
-        tried = {**self.grid, **{name: ends[:2] for name, ends in self.ranges.items()}}
+        tried = self._tried()
         values = list(itertools.product(*tried.values()))
         grid = [dict(zip(tried, row, strict=True)) for row in values]
         return [one | row for one in self.settings or [{}] for row in grid]
+
+    def settings_to_check(self) -> list[dict[str, Any]]:
+        """All; or, where Optuna has more to draw from than anybody could look at, those in which
+        one option after the other takes each of its values."""
+        tried = self._tried()
+        if max(1, len(self.settings)) * math.prod(map(len, tried.values())) <= _MOST_RUNS:
+            return self.combinations()
+        first = {name: values[0] for name, values in tried.items()}
+        return [first | {name: value} for name, values in tried.items() for value in values]
+
+    def looked_at(self) -> list[Experiment]:
+        """One experiment of every setting."""
+        return [_applied(self.base, s, self.seeds[0]) for s in self.settings_to_check()]
+
+    def _tried(self) -> dict[str, list[Any]]:
+        return {**self.grid, **{name: ends[:2] for name, ends in self.ranges.items()}}
 
     def to_toml(self) -> dict[str, Any]:
         """As in sweep.toml; `manyhands sweep --config` on it repeats the sweep."""
@@ -120,25 +143,46 @@ def make_plan(
 ) -> Plan:
     """ConfigError with every fault. `typed`: values are text, as on the command line."""
     faults: list[str] = []
+    if not isinstance(settings, Sequence) or not all(isinstance(one, Mapping) for one in settings):
+        raise ConfigError(f"settings={settings!r}: a list is needed, of a table for each setting")
     between = _ranges(base, ranges or {}, typed, faults)
-    faults += _faults_of_a_search(grid, settings, optuna, between)
     values = {name: _values(base, name, grid[name], typed, faults) for name in grid}
     rows = [
         {name: value for name in row for value in _values(base, name, [row[name]], typed, faults)}
         for row in settings
     ]
+    faults += _faults_of_a_search(values, settings, optuna, ranges or {}, between)
     both = [name for name in grid if any(name in row for row in settings)]
     faults += [f"{name} is in --grid and in --setting: one of them, please" for name in both]
-    seeds = _seeds(base.run.seed, seeds, faults)
-    faults += [f"seed {seed} is given twice" for seed in _repeated(seeds)]
-    faults += [f"seed {seed}: a whole number from 0 on is needed" for seed in seeds if seed < 0]
+    chosen = _seeds(base.run.seed, seeds, faults)
+    runs = len(chosen) * (optuna or max(1, len(rows)) * math.prod(map(len, values.values())))
+    if runs > _MOST_RUNS:
+        raise ConfigError(
+            f"this makes {runs:,} runs, and a sweep has at most {_MOST_RUNS:,}; "
+            "try fewer values or seeds, or let --optuna N draw some of them"
+        )
+    faults += [f"seed {seed} is given twice" for seed in _repeated(chosen)]
+    faults += [f"seed {seed}: a whole number from 0 on is needed" for seed in chosen if seed < 0]
     metric = metric or ("final" if base.run.target_return is None else "area")
+    faults += _faults_of_a_metric(base, metric, grid)
     if faults:
         raise ConfigError(join_faults(faults))
-    plan = Plan(base, values, rows, seeds, metric, optuna, between)
+    plan = Plan(base, values, rows, list(chosen), metric, optuna, between)
     if not optuna:
         _check_different(plan)
     return plan
+
+
+def _faults_of_a_metric(base: Experiment, metric: Any, tried: Iterable[str]) -> list[str]:
+    """What can be known before the first run has written its columns."""
+    if not isinstance(metric, str):
+        return [f"metric={metric!r}: text is expected: final, area or a column of metrics.jsonl"]
+    near = difflib.get_close_matches(metric, ("final", "area"), 1, 0.75)
+    if near and metric not in near:
+        return [f"--metric {metric}: did you mean {near[0]}?"]
+    if metric.startswith("eval_") and base.run.eval_every == 0 and "eval_every" not in tried:
+        return [f"--metric {metric}: nothing is evaluated; add --eval-every N"]
+    return []
 
 
 def _ranges(
@@ -148,12 +192,17 @@ def _ranges(
     found = {}
     for name, ends in given.items():
         known = len(faults)
+        if isinstance(ends, str) or not isinstance(ends, Sequence) or len(ends) not in (2, 3):
+            faults.append(f'ranges {name}={ends!r}: (LOW, HIGH) or (LOW, HIGH, "log") is needed')
+            continue
         pair = _values(base, name, list(ends[:2]), typed, faults)
         if len(faults) > known:
             continue
-        if any(isinstance(x, bool) or not isinstance(x, int | float) for x in pair):
+        if ends[2:] and ends[2] != "log":
+            faults.append(f"--range {name}: {ends[2]!r} is no scale; there is log, or none")
+        elif any(isinstance(x, bool) or not isinstance(x, int | float) for x in pair):
             faults.append(f"--range {name}: two numbers are needed; type: {name}=1e-4..1e-2:log")
-        elif len(pair) < 2 or pair[0] >= pair[1] or (ends[2:] and pair[0] <= 0):
+        elif pair[0] >= pair[1] or (ends[2:] and pair[0] <= 0):
             faults.append(
                 f"--range {name}: from a number to a larger one, on a log scale both above 0"
             )
@@ -162,7 +211,11 @@ def _ranges(
 
 
 def _faults_of_a_search(
-    grid: Mapping[str, Any], settings: Sequence[Any], optuna: int, ranges: Mapping[str, Any]
+    grid: Mapping[str, Sequence[Any]],
+    settings: Sequence[Any],
+    optuna: int,
+    ranges: Mapping[str, Any],
+    between: Mapping[str, Sequence[Any]],
 ) -> list[str]:
     faults = [f"{name} is in --grid and in --range: one of them, please" for name in grid
               if name in ranges]  # fmt: skip
@@ -174,34 +227,49 @@ def _faults_of_a_search(
         faults.append("--optuna draws settings itself: --grid and --range, but no --setting")
     if optuna and not (grid or ranges):
         faults.append("--optuna has nothing to draw from; add --range OPTION=LOW..HIGH or --grid")
+    whole = [ends for ends in between.values() if all(isinstance(end, int) for end in ends[:2])]
+    if optuna and len(whole) == len(ranges) and all(grid.values()):
+        there = math.prod([*map(len, grid.values()), *(high - low + 1 for low, high, *_ in whole)])
+        if optuna > there and (grid or ranges):
+            faults.append(
+                f"--optuna {optuna}: there {'is one setting' if there == 1 else f'are {there}'} in "
+                "all; leave --optuna out, and --grid tries each of them"
+            )
     return faults
 
 
-def _seeds(first: int, given: int | Sequence[int], faults: list[str]) -> list[int]:
+def _seeds(first: int, given: Any, faults: list[str]) -> Sequence[int]:
     """So many from the first on, or these."""
-    if isinstance(given, (int, Integral)):
+    if isinstance(given, int | np.integer) and not isinstance(given, bool):
         if given < 1:
             faults.append(f"--seeds {given}: at least 1 is needed")
-        return list(range(first, first + int(given)))
-    try:
-        return [operator.index(seed) for seed in given]
-    except TypeError:
-        faults.append(f"seeds={given!r}: whole numbers are needed")
+        return range(first, first + int(given))
+    if isinstance(given, range) and given:
+        return given
+    with contextlib.suppress(TypeError):
+        chosen = [operator.index(seed) for seed in given]
+        if chosen:
+            return chosen
+    faults.append(f"seeds={given!r}: a number of seeds (5), or a list of whole numbers, which")
     return []
 
 
-def _values(
-    base: Experiment, name: str, given: Sequence[Any], typed: bool, faults: list[str]
-) -> list[Any]:
+def _values(base: Experiment, name: Any, given: Any, typed: bool, faults: list[str]) -> list[Any]:
     """The values of one option as its type has them; what is wrong is added to the faults."""
+    if not isinstance(name, str):
+        faults.append(f"{name!r} is no option: text is expected")
+        return []
     table, dot, key = name.partition(".")
     hints = {**hints_of(RunConfig), **hints_of(base.spec.options)}
     if name in _NOT_TRIED:
         faults.append(f"{name} is no setting: {_NOT_TRIED[name]}")
         return []
     if not (dot and key and table in _TABLES) and name not in hints:
-        faults.append(f"there is no option {name!r}; {nearest(name, hints)}")
+        other = of_others(base.spec, name)
+        faults.append(other or f"there is no option {name!r}; {nearest(name, hints)}")
         return []
+    if hasattr(given, "tolist"):  # numpy's
+        given = given.tolist()
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
         faults.append(f"grid {name}={given!r}: a list of values is needed")
         return []
@@ -229,6 +297,11 @@ def _as_typed(name: str, value: Any, hint: Any, typed: bool) -> Any:
     for one in tries:
         try:
             found = plain(name, one) if hint is None else coerce(name, one, hint)
+            if found is None:
+                raise ConfigError(
+                    f"{name}=None: sweep.toml cannot hold it; leave {name} out of one of the "
+                    "settings, as in settings=[{}, {...}]"
+                )
             return list(found) if isinstance(found, tuple) else found
         except ConfigError as error:
             faults.append(error)
@@ -253,13 +326,25 @@ def _check_different(plan: Plan) -> None:
         )
     seen: dict[str, Trial] = {}
     for trial in trials:
-        key = json.dumps(to_plain(trial.experiment), sort_keys=True)
+        key = json.dumps(_meant(trial.experiment), sort_keys=True)
         if key in seen:
             same = scores.label(seen[key].setting), scores.label(trial.setting)
             raise ConfigError(
                 f"{same[0]} and {same[1]} are the same run (seed {trial.seed}); leave one out"
             )
         seen[key] = trial
+
+
+def _meant(experiment: Experiment) -> dict[str, Any]:
+    """A configuration in which schedules that are the same look the same: 1e-3, linear:0.001:0."""
+    data = to_plain(experiment)
+    own = data[experiment.spec.name]
+    for name, hint in hints_of(experiment.spec.options).items():
+        if {float, str} <= set(typing.get_args(hint)) and own[name] is not None:
+            with contextlib.suppress(ConfigError):  # said with the other values
+                schedule = make_schedule(own[name])
+                own[name] = [schedule(place / _PLACES) for place in range(_PLACES + 1)]
+    return data
 
 
 def _applied(base: Experiment, setting: Mapping[str, Any], seed: int) -> Experiment:
@@ -299,7 +384,7 @@ def without_needless_processes(base: Experiment, tried: Iterable[str]) -> Experi
 def check(plan: Plan, folder: Path) -> None:
     """ConfigError unless every run can start; a fault of all is said once."""
     faults: dict[str, list[str]] = {}
-    combinations = plan.combinations()
+    combinations = plan.settings_to_check()
     for setting in combinations:
         trial = _applied(plan.base, setting, plan.seeds[0])
         run = dataclasses.replace(trial.run, run_dir=str(folder / "seed"))
@@ -312,6 +397,8 @@ def check(plan: Plan, folder: Path) -> None:
             except ConfigError as error:
                 found.append(str(error))
         for fault in found:
+            fault = fault.replace(f"run_dir {folder / 'seed'}", f"dir {folder}")
+            fault = fault.replace("--run-dir", "--dir")
             faults.setdefault(fault, []).append(scores.label(setting))
     said = [
         fault if len(whose) == len(combinations) else f"{'; '.join(whose)}: {fault}"
@@ -382,7 +469,8 @@ def claim(folder: Path, plan: Plan) -> bool:
                 f"{folder}; for this one, give another --dir"
             )
         return False
-    there = next((t.name for t in plan.trials() if (folder / t.name).exists()), None)
+    trials = [] if plan.optuna else plan.trials()
+    there = next((t.name for t in trials if (folder / t.name).exists()), None)
     if there is not None:
         raise ConfigError(f"{folder / there} is there already; give the sweep another --dir")
     beside = folder / f"{SWEEP}.tmp"

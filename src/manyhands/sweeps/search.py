@@ -50,6 +50,7 @@ class Search:
         self._jobs: dict[str, list[Job]] = {}  # by setting
         self._trials: dict[str, Any] = {}
         self._reported: dict[str, int] = {}  # steps
+        self._over = False
 
     def earlier(self) -> list[Job]:
         """The runs of the settings that were drawn before the sweep was stopped."""
@@ -66,7 +67,7 @@ class Search:
 
     def more(self) -> list[Job]:
         """The runs of one more setting; none when there are enough, or when none is new."""
-        for _ in range(_TRIES if len(self._jobs) < self._plan.optuna else 0):
+        for _ in range(0 if self._over or len(self._jobs) >= self._plan.optuna else _TRIES):
             trial = self._study.ask()
             setting = self._setting(trial)
             if new := self._made(setting, trial):
@@ -76,6 +77,7 @@ class Search:
                 self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
             else:
                 self._study.tell(trial, value)
+        self._over = True  # Optuna finds nothing new, and would be asked every second
         return []
 
     def gives_up(self, job: Job) -> bool:

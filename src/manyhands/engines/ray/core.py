@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands import devices, wire
+from manyhands.engines import hosts
 from manyhands.engines.process import alive
 from manyhands.engines.ray import START_SECONDS
 from manyhands.engines.ray.seat import Seat
@@ -114,14 +115,17 @@ class _Actors:
         self._seats = {rank: self._new_seat(rank, node, 0) for rank, node in enumerate(nodes)}
         self._where = [dict(_NOWHERE) for _ in range(workers)]
         self._absent = set(range(begin, workers))  # who is not there, and may come
+        self._unlike = set[str]()  # nodes that run something else, and have no part in this
         self._next_look = 0.0
         self._coming: dict[Any, tuple[int, str]] = {}  # whereabouts to be told -> (rank, node)
         self._run, self._payload = "", dict[str, Any]()
         self._restarts: dict[int, Restart] = {}
 
     def _room(self) -> dict[str, float]:
-        """CPUs by node."""
-        return {n["NodeID"]: n["Resources"].get("CPU", 0) for n in self._ray.nodes() if n["Alive"]}
+        """CPUs by node, of those that may have a part in this run."""
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        found = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in nodes}
+        return {node: cpus for node, cpus in found.items() if node not in self._unlike}
 
     def _new_seat(self, rank: int, node: str, restarts: int, **more: Any) -> Any:
         """An actor for that worker, on that node if it is still there."""
@@ -174,6 +178,8 @@ class _Actors:
             "env": {**self._env, **place},
             "path": [p for p in sys.path if p],
             "folder": os.getcwd(),
+            # Who comes after the start runs what the main worker runs, or not at all.
+            "runs": self._where[0]["runs"] if place["MANYHANDS_RESTARTS"] != "0" else {},
             "travels": self._session.travels if nodes[rank] != self._driver else "",
         }
         return self._seats[rank].run.remote(json.dumps(order))
@@ -271,17 +277,33 @@ class _Actors:
 
     def _joined(self, ref: Any, running: dict[Any, int]) -> None:
         """Somebody who was not there is up, and begins; or its host has gone meanwhile."""
-        rank, _ = self._coming.pop(ref)
+        rank, node = self._coming.pop(ref)
         try:
-            self._where[rank] = json.loads(self._ray.get(ref))
+            found = json.loads(self._ray.get(ref))
         except self._ray.exceptions.RayError:
             return  # another look finds another place
+        if said := self._differs(rank, found):
+            self._unlike.add(node)
+            self._ray.kill(self._seats.pop(rank))
+            print(f"manyhands: {found['host']} has no part in this run: {said}", file=sys.stderr,
+                  flush=True)  # fmt: skip
+            return
+        self._where[rank] = found
         self._absent.discard(rank)
         self._coordinator.is_there.remote(rank, True)
         if self._board is not None:
             self._board.set_state(rank, EMPTY)
         running[self._begin(rank)] = rank
         self._say_who("worker_joined", rank, "has joined", len(running))
+
+    def _differs(self, rank: int, found: dict[str, Any]) -> str:
+        """What somebody who comes runs in place of what the main worker runs; "" where nothing."""
+        names = self._name(0), f"worker {rank} of {self._size} on {found['host']}"
+        try:
+            hosts.compare(names, [self._where[0]["runs"], found["runs"]])
+        except hosts.Differs as error:
+            return str(error)
+        return ""
 
     def _leave(self, rank: int, why: str, left: int) -> None:
         """It is gone, and the run goes on without it until there is room for it again."""
@@ -307,8 +329,8 @@ class _Actors:
             said: Any = wire.decode(self._ray.get(ref))
         except self._ray.exceptions.RayError:
             return "killed", _LAST_WORDS, ""
-        if said["ok"] or said["secondary"]:
-            return None
+        if said["ok"] or said["secondary"] or said["differs"]:
+            return None  # or its node would run something else the next time, too
         return "raised", f"raised {said['summary']}", said["traceback"]
 
     def _allowed(

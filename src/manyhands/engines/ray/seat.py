@@ -11,7 +11,7 @@ import traceback
 from typing import Any
 
 from manyhands import wire
-from manyhands.engines import process
+from manyhands.engines import hosts, process
 from manyhands.engines.ray import CLIENT
 from manyhands.errors import CollectiveError, WorkerError
 
@@ -37,7 +37,14 @@ class Seat:
         if output:
             _take_output(output)
         node = ray.get_runtime_context().get_node_id()
-        return json.dumps({"host": socket.gethostname(), "node": node, "pid": os.getpid()})
+        return json.dumps(
+            {
+                "host": socket.gethostname(),
+                "node": node,
+                "pid": os.getpid(),
+                "runs": hosts.what_runs(script=False),
+            }
+        )
 
     def _at_home(self, order: dict[str, Any]) -> dict[str, Any]:
         """With the script, and where it imports from, as they were brought here."""
@@ -58,6 +65,9 @@ class Seat:
         if os.path.isdir(order["folder"]):
             os.chdir(order["folder"])
         try:
+            if order["runs"]:  # it comes after the start, at which all were compared
+                names = "worker 0", f"worker {self._rank} on {socket.gethostname()}"
+                hosts.compare(names, [order["runs"], hosts.what_runs(script=False)])
             module, _, name = order["run"].partition(":")
             value = getattr(importlib.import_module(module), name)(order["payload"])
             reply = bytes(wire.encode({"ok": True, "value": value}))
@@ -91,6 +101,7 @@ def _failure(error: BaseException) -> bytes:
         "summary": f"{type(error).__name__}: {error}",
         "traceback": "".join(traceback.format_exception(process.trim(error))),
         "secondary": isinstance(error, CollectiveError),
+        "differs": isinstance(error, hosts.Differs),
         "exit_code": error.exit_code if isinstance(error, WorkerError) else 1,
     }
     return bytes(wire.encode(said))
