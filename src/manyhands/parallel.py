@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands import devices, roles, seeding
 from manyhands.engines.attach import attach
-from manyhands.engines.base import Channel, Service, WeightStore
+from manyhands.engines.base import Channel, Service, WeightStore, seconds
 from manyhands.engines.group import Group
 from manyhands.errors import ConfigError, SupportError
 from manyhands.trees import Tree, is_tensor
@@ -53,6 +53,7 @@ class Parallel:
     def __init__(self, timeout: float | None = None, debug: bool | None = None) -> None:
         self.worker = attach(timeout)
         if timeout is not None:
+            timeout = seconds("timeout", timeout)
             self.worker.timeout = timeout
             self.worker.group.transport.timeout = timeout
         self.group: Group = self.worker.group

@@ -17,6 +17,8 @@ from torch import nn
 
 import manyhands
 from manyhands import ConfigError, Parallel, SupportError, launch
+from manyhands.engines.attach import timeout_from
+from manyhands.engines.base import DEFAULT_TIMEOUT
 
 
 @pytest.fixture
@@ -234,4 +236,21 @@ def test_timeout_and_debug_are_taken(tmp_path: Path) -> None:
         "from manyhands import Parallel\npar = Parallel(timeout=7, debug=True)\n"
         "print(par.worker.timeout, par.group.transport.timeout, par.group.debug)"
     )
-    assert plain(script, tmp_path).stdout.split() == ["7", "7", "True"]
+    assert plain(script, tmp_path).stdout.split() == ["7.0", "7.0", "True"]
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), -1, float("inf"), 10**400, "7", True])
+def test_a_deadline_is_a_number_of_seconds(timeout: Any, par: Parallel) -> None:
+    """NaN is neither more nor less than 0, and so passed for it: for ever."""
+    with pytest.raises(ConfigError, match="timeout .*seconds, or 0 to wait for ever"):
+        Parallel(timeout=timeout)
+    with pytest.raises(ConfigError, match="seconds, or 0 to wait for ever"):
+        launch(no_ddp, workers=2, timeout=timeout)
+    assert par.worker.timeout == par.group.transport.timeout == DEFAULT_TIMEOUT
+
+
+@pytest.mark.parametrize("text", ["nan", "-3", "inf", "soon"])
+def test_a_deadline_from_outside(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHANDS_TIMEOUT", text)
+    with pytest.raises(ConfigError, match=f"MANYHANDS_TIMEOUT.*{text}.*seconds"):
+        timeout_from(None)

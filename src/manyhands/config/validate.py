@@ -30,6 +30,7 @@ from manyhands.config import (
     nearest,
 )
 from manyhands.engines import calls, joined, stopping, supervisor
+from manyhands.engines.base import LONGEST_TIMEOUT
 from manyhands.errors import ConfigError, ManyhandsError, needs
 from manyhands.math.optimiser import make_schedule
 from manyhands.strategies import registry as strategies
@@ -360,6 +361,8 @@ def _number_faults(experiment: Experiment) -> Iterator[str]:
             elif isinstance(value, (int, float)) and not isinstance(value, bool):
                 yield from _range_faults(f.name, float(value), f.default)
     run = experiment.run
+    if run.timeout > LONGEST_TIMEOUT:
+        yield f"timeout={run.timeout:g}: {LONGEST_TIMEOUT:g} seconds at the most, or 0 for ever"
     if run.hidden and any(width < 1 for width in run.hidden):
         yield f"hidden={list(run.hidden)}: every layer needs at least 1 unit; type: --hidden 64 64"
     if (
