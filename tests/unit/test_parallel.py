@@ -242,7 +242,7 @@ def test_timeout_and_debug_are_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize("timeout", [float("nan"), -1, float("inf"), 10**400, "7", True])
 def test_a_deadline_is_a_number_of_seconds(timeout: Any, par: Parallel) -> None:
     """NaN is neither more nor less than 0, and so passed for it: for ever."""
-    with pytest.raises(ConfigError, match="timeout .*seconds, or 0 to wait for ever"):
+    with pytest.raises(ConfigError, match=r"timeout .*seconds, or 0 to wait for ever"):
         Parallel(timeout=timeout)
     with pytest.raises(ConfigError, match="seconds, or 0 to wait for ever"):
         launch(no_ddp, workers=2, timeout=timeout)
@@ -252,5 +252,5 @@ def test_a_deadline_is_a_number_of_seconds(timeout: Any, par: Parallel) -> None:
 @pytest.mark.parametrize("text", ["nan", "-3", "inf", "soon"])
 def test_a_deadline_from_outside(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHANDS_TIMEOUT", text)
-    with pytest.raises(ConfigError, match=f"MANYHANDS_TIMEOUT.*{text}.*seconds"):
+    with pytest.raises(ConfigError, match=rf"MANYHANDS_TIMEOUT.*{text}.*seconds"):
         timeout_from(None)

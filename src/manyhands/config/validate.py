@@ -523,7 +523,9 @@ def _environment_faults(experiment: Experiment) -> Iterator[str]:
             yield from _look_at(run)
     except ManyhandsError as error:
         yield str(error)
-    except Exception as error:  # the environment is anybody's code and may raise anything
+    except BaseException as error:  # the environment is anybody's code and may raise anything
+        if stopping.asked_for(error):
+            raise
         with_ = f" with env_kwargs {run.env_kwargs}" if run.env_kwargs else ""
         yield f"{run.env} cannot be made{with_}: {type(error).__name__}: {error}"
 
@@ -543,7 +545,9 @@ def _fit_faults(experiment: Experiment) -> Iterator[str]:
         here = to_look_at(run.env, run.env_backend, run.envs_per_worker)
         backend = typing.cast(Any, run.env_backend)
         look = envs.make_vec(run.env, here, backend=backend, seed=0, **run.env_kwargs)
-    except Exception:  # said with the environment's faults
+    except BaseException as error:  # said with the environment's faults
+        if stopping.asked_for(error):
+            raise
         return
     try:
         yield from _action_faults(spec, look.action_space)
@@ -587,7 +591,9 @@ def _network_faults(experiment: Experiment, look: Any) -> Iterator[str]:
     except ManyhandsError as error:
         said = str(error)
         yield said if "network" in said else f"network {experiment.run.network}: {said}"
-    except Exception as error:  # it is anybody's code and may raise anything
+    except BaseException as error:  # it is anybody's code and may raise anything
+        if stopping.asked_for(error):
+            raise
         yield f"network {experiment.run.network} failed: {type(error).__name__}: {error}"
 
 

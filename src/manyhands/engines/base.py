@@ -42,8 +42,10 @@ Check = Callable[[list[bytes]], Sizes]
 
 
 def seconds(name: str, timeout: Any) -> float:
-    """A deadline that a user has given. CRUCIAL: every comparison with NaN is false, so that it would
-    pass for 0, and nobody has asked to wait for ever."""
+    """A deadline that a user has given.
+
+    CRUCIAL: every comparison with NaN is false, so that it would pass for 0: for ever, unasked.
+    """
     number = isinstance(timeout, Real) and not isinstance(timeout, bool)
     if not number or not 0 <= timeout <= LONGEST_TIMEOUT:
         shown = f"{timeout:g}" if isinstance(timeout, float) else repr(timeout)

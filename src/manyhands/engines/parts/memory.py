@@ -71,8 +71,8 @@ class MemoryParts(Parts):
             self._roster.raise_if_gone([], f"service {name!r}")
 
     def _reached(self, address: str) -> socket.socket | None:
-        """A connection to a worker that offers something; None where it does not answer: it has been
-        killed, and is started again perhaps."""
+        """A connection to a worker that offers something; None where it does not answer: it has
+        been killed, and is started again perhaps."""
         try:
             return sockets.connect(address, self._timeout)
         except OSError:

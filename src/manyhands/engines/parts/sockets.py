@@ -244,7 +244,7 @@ class Server:
             if not isinstance(value, Future):
                 wire.Packed(value)  # refuse what cannot travel here, where its traceback is of use
             return True, value
-        except BaseException as error:  # SystemExit would end this thread, and tell the caller nothing
+        except BaseException as error:  # of SystemExit the caller would hear nothing else
             return False, str(remote_error(f"service {name!r} of {self._owner}", method, error))
 
 
@@ -370,8 +370,8 @@ def same_user(sock: socket.socket) -> int:
 
 
 def connect(address: str, timeout: float = 0.0) -> socket.socket:
-    """BlockingIOError where that, or later one piece of what is sent, takes longer (0: no deadline):
-    a process that is stopped reads nothing, and the socket's buffer is soon full."""
+    """BlockingIOError where that, or later one piece of what is sent, takes longer (0: no
+    deadline): a process that is stopped reads nothing, and the socket's buffer is soon full."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         # WHY the kernel's: Python's own timeout would be that of whoever waits for answers too.
