@@ -31,7 +31,7 @@ from manyhands.config import (
 )
 from manyhands.engines import calls, joined, stopping, supervisor
 from manyhands.engines.base import LONGEST_TIMEOUT
-from manyhands.errors import ConfigError, ManyhandsError, needs
+from manyhands.errors import ConfigError, ManyhandsError, described, needs
 from manyhands.math.optimiser import make_schedule
 from manyhands.strategies import registry as strategies
 
@@ -527,7 +527,7 @@ def _environment_faults(experiment: Experiment) -> Iterator[str]:
         if stopping.asked_for(error):
             raise
         with_ = f" with env_kwargs {run.env_kwargs}" if run.env_kwargs else ""
-        yield f"{run.env} cannot be made{with_}: {type(error).__name__}: {error}"
+        yield f"{run.env} cannot be made{with_}: {described(error)}"
 
 
 def _fit_faults(experiment: Experiment) -> Iterator[str]:
@@ -594,7 +594,7 @@ def _network_faults(experiment: Experiment, look: Any) -> Iterator[str]:
     except BaseException as error:  # it is anybody's code and may raise anything
         if stopping.asked_for(error):
             raise
-        yield f"network {experiment.run.network} failed: {type(error).__name__}: {error}"
+        yield f"network {experiment.run.network} failed: {described(error)}"
 
 
 def _look_at(run: RunConfig) -> Iterator[str]:
@@ -697,7 +697,7 @@ def _hooks_faults(experiment: Experiment) -> Iterator[str]:
         yield f"hooks: {error}; type: --hooks package.module:Class"
         return
     except Exception as error:  # the module is anybody's code and may raise anything
-        yield f"hooks {name} cannot be imported: {type(error).__name__}: {error}"
+        yield f"hooks {name} cannot be imported: {described(error)}"
         return
     methods = [method for method in dir(found) if method.startswith("on_")]
     if isinstance(found, type) and (needed := _required(found)):

@@ -194,12 +194,12 @@ class Server:
                 sock = None
             if self._closed:
                 return  # this worker leaves
-            try:
-                if sock is not None:
+            if sock is not None:
+                try:
                     threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
                     continue
-            except RuntimeError:
-                sock.close()
+                except RuntimeError:
+                    sock.close()
             # CRUCIAL: no descriptor or thread is free just now, or that caller has gone. A server
             # that gave up here would leave all later callers to their deadlines.
             self._unproved.release()
