@@ -128,8 +128,8 @@ class _Slots:
             if segment is not None:
                 segment.close()
             segment = self._own[i] = Segment(packed.nbytes + packed.nbytes // 4 + 256)
-            self._words[base] = segment.number
             self._words[base + 1] += 1
+        self._words[base] = segment.number  # each time: so what was written over mends itself
         packed.write_into(segment.view)
         self._words[base + 2] = packed.nbytes
         self._words[base + 3] = time.monotonic_ns()
@@ -177,6 +177,11 @@ class _Ring:
         lost = self.waiting
         self.words[self._TAKEN] = self.words[self._PUT]
         return lost
+
+    def drop(self) -> int:
+        """Give up the next tree alone."""
+        self.words[self._TAKEN] += 1
+        return 1
 
     def put(self, packed: wire.Packed) -> None:
         self.slots.write(int(self.words[self._PUT] % self.capacity), packed)
@@ -248,6 +253,9 @@ class MemoryChannel(Channel):
                     return oldest.take()
                 except FileNotFoundError:  # the writer was killed before it could be read
                     self.lost += oldest.skip()
+                    continue
+                except (ConfigError, OSError, ValueError):  # somebody has written over it
+                    self.lost += oldest.drop()
                     continue
             if patience.pause():
                 self._roster.raise_if_gone([], doing)
