@@ -103,6 +103,42 @@ class Fails(gymnasium.Wrapper):  # type: ignore[misc]
         return super().reset(**more)
 
 
+class Odd(BaseException):
+    """What no `except Exception` catches."""
+
+
+def _raise_odd() -> None:
+    raise Odd("neither this nor that")
+
+
+ENDS: dict[str, Callable[[], Any]] = {
+    "sys.exit(0)": lambda: sys.exit(0),
+    "an odd exception": _raise_odd,
+    "hangs": lambda: time.sleep(1000),
+}
+
+
+class Ends(gymnasium.Wrapper):  # type: ignore[misc]
+    """CartPole that does one of these when it is made, in its 20th step, or when it is closed."""
+
+    def __init__(self, how: str, where: str) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self._how, self._where, self._steps = how, where, 0
+        if where == "making":
+            ENDS[how]()
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        if self._where == "step" and self._steps == 20:
+            ENDS[self._how]()
+        return super().step(action)
+
+    def close(self) -> None:
+        super().close()
+        if self._where == "close" and self._steps:
+            ENDS[self._how]()
+
+
 def late(seconds: float = 1000.0, rank: int = -1) -> Any:
     """An environment whose making takes its time: in the launcher (-1), or in one worker."""
     if os.environ.get("MANYHANDS_RANK", "-1") == str(rank):

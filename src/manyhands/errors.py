@@ -7,6 +7,19 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_MOST_WORDS = 1 << 16  # characters of one error: it goes into files and onto screens
+
+
+def described(error: BaseException) -> str:
+    """`ValueError: its words`, whatever its own code does, and cut where they have no end."""
+    try:
+        words = str(error)
+    except Exception as fault:
+        words = f"(it cannot be put into words: {type(fault).__name__})"
+    if len(words) > _MOST_WORDS:
+        words = f"{words[: _MOST_WORDS // 2]} ... {words[-_MOST_WORDS // 2 :]}"
+    return f"{type(error).__name__}: {words}"
+
 
 class ManyhandsError(Exception):
     """Base of every error this library raises on purpose."""

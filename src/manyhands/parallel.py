@@ -18,11 +18,14 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from manyhands import devices, roles, seeding
 from manyhands.engines.attach import attach
-from manyhands.engines.base import Channel, Service, WeightStore
+from manyhands.engines.base import Channel, Service, WeightStore, seconds
 from manyhands.engines.group import Group
 from manyhands.errors import ConfigError, SupportError
 from manyhands.trees import Tree, is_tensor
@@ -53,6 +56,7 @@ class Parallel:
     def __init__(self, timeout: float | None = None, debug: bool | None = None) -> None:
         self.worker = attach(timeout)
         if timeout is not None:
+            timeout = seconds("timeout", timeout)
             self.worker.timeout = timeout
             self.worker.group.transport.timeout = timeout
         self.group: Group = self.worker.group
@@ -103,8 +107,10 @@ class Parallel:
 
     def share(self, total: int) -> int:
         """This worker's part of a global number; the parts sum to it."""
-        if total < 0:
-            raise ConfigError(f"share({total}): a number of things cannot be negative")
+        whole = isinstance(total, (Integral, float)) and total == total // 1
+        if not whole or total < 0:
+            raise ConfigError(f"share({total!r}): a whole number of things is needed, 0 or more")
+        total = int(total)
         return total // self.size + (self.rank < total % self.size)
 
     # -- data ----------------------------------------------------------------------------------
@@ -146,6 +152,7 @@ class Parallel:
         Exact for parts of unequal size; a worker may have none at all.
         """
         mean, std, _ = self.group.moments(x)
+        x = x if is_tensor(x) else np.asarray(x)
         return (x - mean) / (std + eps)
 
     def barrier(self) -> None:
@@ -339,8 +346,6 @@ class Parallel:
                 tree[name].copy_(value)
 
     def _sync_optimiser(self, optimiser: Any) -> None:
-        import numpy as np
-
         from manyhands import wire
 
         if self.size == 1:
@@ -384,8 +389,12 @@ def _check_synced(group: Group, model: Any) -> None:
 
 
 def _trainable(model: Any) -> list[Any]:
-    found = list(model.parameters() if hasattr(model, "parameters") else model)
-    found = [p for p in found if p.requires_grad]
+    try:
+        found = list(model.parameters() if hasattr(model, "parameters") else model)
+        found = [p for p in found if p.requires_grad]
+    except (TypeError, AttributeError):
+        kind = type(model).__name__
+        raise ConfigError(f"an nn.Module or its parameters are needed, not {kind}") from None
     if not found:
         raise ConfigError("there is no parameter that requires a gradient")
     return found

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 
-from manyhands import seeding, streams, trees
+from manyhands import files, seeding, streams, trees
 from manyhands.config import Experiment, RunConfig, load_toml
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import ActionMap
@@ -363,10 +363,13 @@ def arrays_of(file: Path | bytes) -> dict[str, Array]:
     from safetensors import SafetensorError
     from safetensors.numpy import load as from_bytes
 
+    name = "the policy" if isinstance(file, bytes) else str(file)
     try:
-        return from_bytes(file if isinstance(file, bytes) else file.read_bytes())  # type: ignore[no-any-return]
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file!r} cannot be read: {error}") from None
+        return from_bytes(file if isinstance(file, bytes) else files.read(file))  # type: ignore[no-any-return]
+    except files.Unreadable as error:
+        raise ConfigError(str(error)) from None
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ConfigError(f"{name} cannot be read: {error}") from None
 
 
 def read_policy(folder: Path, file: Path) -> Policy:

@@ -286,11 +286,13 @@ def train_worker(plain: dict[str, Any], resumed: dict[str, Any] | None = None) -
         experiment.strategy_spec.load()(context, progress)
         return progress.finish()
     except SystemExit as left:
-        if left.code == stopping.STOPPED:
+        if stopping.asked_for(left):
             progress.fail(left)
             raise
         # Not ours, which come by a signal: it must not look like a worker that has finished.
         error = WorkerError(f"something called sys.exit({left.code!r}), maybe an environment")
+        for note in getattr(left, "__notes__", ()):  # which one it was
+            error.add_note(note)
         progress.fail(error)
         raise error from left
     except BaseException as error:

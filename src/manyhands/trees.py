@@ -151,7 +151,10 @@ def is_tensor(x: object) -> bool:
 def flatten(tree: Tree) -> tuple[list[Leaf], Callable[[list[Any]], Tree]]:
     """Leaves in an order that every worker agrees on (dict keys sorted), and the rebuilder."""
     leaves: list[Leaf] = []
-    rebuild = _walk(tree, "", leaves)
+    try:
+        rebuild = _walk(tree, "", leaves)
+    except RecursionError:
+        raise ConfigError("the tree is nested too deep, or is a part of itself") from None
 
     def put_together(values: list[Any]) -> Tree:
         stream = iter(values)

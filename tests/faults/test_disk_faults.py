@@ -11,11 +11,13 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from resume_programs import TINY, at_update
 
 from manyhands.errors import ConfigError, ManyhandsError
 from manyhands.experiment import checkpoint
+from manyhands.policy import load
 from manyhands.run import resume, train
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
@@ -129,6 +131,28 @@ def test_a_hostile_configuration(
         file.write_bytes(data)
     assert sorted(p.name for p in (a_run / "checkpoints").iterdir()) == left
     assert checkpoint.newest(a_run)[0].facts["env_steps"] == 64
+
+
+@pytest.mark.parametrize("name", ["config.toml", "policy.safetensors"])
+@pytest.mark.parametrize("how", ["a pipe", "four terabytes"])
+def test_a_file_that_none_of_ours_is(how: str, name: str, a_run: Path) -> None:
+    """A pipe that nobody writes to was waited for; a file with holes would have been read."""
+    file = a_run / name
+    os.rename(file, a_run / "aside")
+    try:
+        if how == "a pipe":
+            os.mkfifo(file)
+        else:
+            file.touch()
+            os.truncate(file, 1 << 42)
+        with pytest.raises(ManyhandsError, match=name.replace(".", r"\.")):
+            load(a_run)
+        if name == "config.toml":
+            with pytest.raises(ManyhandsError, match=r"config\.toml"):
+                resume(a_run, steps=128)
+    finally:
+        os.replace(a_run / "aside", file)
+    assert load(a_run).act(np.zeros(4, np.float32)) in (0, 1)
 
 
 def test_flipped_bits_of_a_configuration(a_run: Path) -> None:

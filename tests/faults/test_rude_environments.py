@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from resume_programs import check_same, left_in
-from rude_env import MANNERS
+from rude_env import ENDS, MANNERS
 
+from manyhands.cli.main import main
 from manyhands.engines import supervisor
 from manyhands.errors import ConfigError, WorkerError
 from manyhands.run import train
@@ -86,3 +87,50 @@ def test_it_cannot_begin_again(count: int, tmp_path: Path) -> None:
         run(tmp_path / "run", "rude_env:Fails", steps=6400, engine="inline",
             env_kwargs={"count": count})  # fmt: skip
     assert "rude_env.py" in str(told.value)
+
+
+@pytest.mark.parametrize("how", ["sys.exit(0)", "an odd exception"])
+def test_it_ends_in_a_way_that_is_no_exception(how: str, tmp_path: Path) -> None:
+    where = r"raised by env \d \(episode 0, step 20, seed \d+\), action"
+    with pytest.raises(BaseException, match=where):
+        run(tmp_path / "run", "rude_env:Ends", steps=640, workers=1, engine="inline",
+            env_kwargs={"how": how, "where": "step"})  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["sys.exit(0)", "an odd exception"])
+def test_making_one_ends_in_a_way_that_is_no_exception(how: str, tmp_path: Path) -> None:
+    """sys.exit(0) there ended the whole command, without a word and as if all were well."""
+    kwargs = {"how": how, "where": "making"}
+    with pytest.raises(ConfigError, match="rude_env:Ends cannot be made"):
+        run(tmp_path / "run", "rude_env:Ends", steps=64, engine="inline", env_kwargs=kwargs)
+
+
+CLOSED = [
+    pytest.param(how, engine, marks=[pytest.mark.slow] if engine == "local" else [])
+    for how in ENDS
+    for engine in ("inline", "local")
+]
+
+
+@pytest.mark.parametrize(("how", "engine"), CLOSED)
+def test_it_cannot_be_closed(how: str, engine: str, tmp_path: Path, capfd: Any) -> None:
+    """All else is done: the run has ended well, and says where it was."""
+    kwargs = {"how": how, "where": "close"}
+    ended = run(tmp_path / "run", "rude_env:Ends", steps=64, num_envs=2, workers=1, engine=engine,
+                env_kwargs=kwargs, timeout=2.0)  # fmt: skip
+    assert ended["exit"] == "finished"
+    said = capfd.readouterr().err
+    assert "close() of the environments failed when all else was done" in said
+    assert "rude_env.py" in said
+
+
+def test_a_command_that_an_environment_ends(tmp_path: Path, capsys: Any) -> None:
+    """Where no run is there to say it: `manyhands evaluate` of a policy."""
+    run(tmp_path / "run", "rude_env:Ends", steps=64, num_envs=2, workers=1, engine="inline",
+        env_kwargs={"how": "sys.exit(0)", "where": "nowhere"})  # fmt: skip
+    config = tmp_path / "run" / "config.toml"
+    config.write_text(config.read_text().replace('"nowhere"', '"step"'))
+    assert main(["evaluate", str(tmp_path / "run"), "--episodes", "20"]) == 1
+    said = capsys.readouterr().err
+    assert "something called sys.exit(0), maybe an environment" in said
+    assert "rude_env.py" in said

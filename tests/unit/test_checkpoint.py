@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shutil
 import socket
 import struct
@@ -396,3 +397,16 @@ def test_lines_are_cut_back(tmp_path: Path) -> None:
     assert (cut_lines(path, 5), path.read_text()) == (2, "a\nb\n")
     assert (cut_lines(path, 0), path.read_text()) == (0, "")
     assert cut_lines(tmp_path / "none", 3) == 0
+
+
+def test_one_array_is_not_read_a_million_times(two: Path) -> None:
+    """A megabyte of arrays and a line of text for each copy of it: memory has a bound."""
+    from safetensors.numpy import save as to_safetensors
+
+    arrays = to_safetensors({"x": np.zeros(1 << 20, np.uint8)})
+    text = json.dumps([{"@array": "x", "@kind": "bytes"}] * 4000).encode()
+    path = forge(two, arrays=arrays, text=text)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(Damaged, match=r"state\.json is not a state \(KeyError: 'x'"):
+        load(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 << 10

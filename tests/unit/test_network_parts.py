@@ -206,7 +206,7 @@ def test_who_does_not_know_the_token_gets_nowhere(workers: list[NetworkParts]) -
             assert sock.recv(1) == b""
     sock = socket.create_connection(main._places[0], 20)
     with pytest.raises((OSError, EOFError)):
-        network.prove(sock, b"another token", 1)
+        network.prove(sock, b"another token", 1, 20.0)
     assert main.endpoint._queues == {}
     assert main._server._lines == {}
     assert main.endpoint._lost == {}
@@ -216,12 +216,46 @@ def test_who_does_not_know_the_token_gets_nowhere(workers: list[NetworkParts]) -
         sock.close()
 
 
+def test_who_says_a_byte_now_and_then_is_sent_away(
+    workers: list[NetworkParts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole proof has a deadline. By the byte, 32 such callers kept all others out for ever."""
+    monkeypatch.setattr(network, "_HANDSHAKE_SECONDS", 0.3)
+    slow = [stranger(workers[0]) for _ in range(40)]
+    began = time.monotonic()
+    while time.monotonic() < began + 1.0:
+        for sock in slow:
+            with contextlib.suppress(OSError):
+                sock.send(b"x")
+        time.sleep(0.05)
+    workers[1].channel("box").put("yes")
+    assert workers[0].channel("box").get(timeout=5) == "yes"
+    for sock in slow:
+        sock.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+        sock.close()
+
+
+def test_an_answer_a_byte_now_and_then_has_a_deadline() -> None:
+    ours, theirs = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool, ours, theirs:
+        proved = pool.submit(network.prove, ours, b"token", 1, 0.3)
+        for _ in range(30):
+            if proved.done():
+                break
+            theirs.send(b"x")
+            time.sleep(0.05)
+        with pytest.raises(TimeoutError):
+            proved.result(0)
+
+
 def test_a_proof_is_not_good_twice(workers: list[NetworkParts]) -> None:
     """Who has listened to a worker that proved itself cannot do it in its place."""
     main, token = workers[0], workers[0]._token
     ours, theirs = socket.socketpair()
     with ThreadPoolExecutor(1) as pool:
-        proved = pool.submit(network.prove, ours, token, 1)
+        proved = pool.submit(network.prove, ours, token, 1, 20.0)
         theirs.sendall(bytes(32))
         heard = bytes(sockets.receive_exactly(theirs, 68))
         theirs.sendall(bytes(32))

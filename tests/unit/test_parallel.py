@@ -17,6 +17,14 @@ from torch import nn
 
 import manyhands
 from manyhands import ConfigError, Parallel, SupportError, launch
+from manyhands.engines.attach import timeout_from
+from manyhands.engines.base import DEFAULT_TIMEOUT
+
+
+def part_of_itself() -> dict[str, Any]:
+    tree: dict[str, Any] = {"x": np.ones(2)}
+    tree["itself"] = tree
+    return tree
 
 
 @pytest.fixture
@@ -234,4 +242,53 @@ def test_timeout_and_debug_are_taken(tmp_path: Path) -> None:
         "from manyhands import Parallel\npar = Parallel(timeout=7, debug=True)\n"
         "print(par.worker.timeout, par.group.transport.timeout, par.group.debug)"
     )
-    assert plain(script, tmp_path).stdout.split() == ["7", "7", "True"]
+    assert plain(script, tmp_path).stdout.split() == ["7.0", "7.0", "True"]
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), -1, float("inf"), 10**400, "7", True])
+def test_a_deadline_is_a_number_of_seconds(timeout: Any, par: Parallel) -> None:
+    """NaN is neither more nor less than 0, and so passed for it: for ever."""
+    with pytest.raises(ConfigError, match=r"timeout .*seconds, or 0 to wait for ever"):
+        Parallel(timeout=timeout)
+    with pytest.raises(ConfigError, match="seconds, or 0 to wait for ever"):
+        launch(no_ddp, workers=2, timeout=timeout)
+    assert par.worker.timeout == par.group.transport.timeout == DEFAULT_TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("call", "value"),
+    [
+        *((call, part_of_itself()) for call in ("gather", "broadcast", "mean")),
+        ("any", np.array([True, False])),
+        ("all", torch.ones(2)),
+        ("normalize", None),
+        ("normalize", {"x": np.ones(2)}),
+        ("normalize", [[1.0], [2.0, 3.0]]),
+        ("normalize", np.ones(2, complex)),
+        ("normalize", torch.ones(2, dtype=torch.complex64)),
+        ("normalize", torch.eye(2).to_sparse()),
+        ("share", "4"),
+        ("share", 1.5),
+        ("share", float("nan")),
+        ("share", np.ones(2)),
+        ("check_synced", None),
+        ("check_synced", {"x": 1}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
+)
+def test_what_makes_no_sense_is_said(call: str, value: Any, par: Parallel) -> None:
+    with pytest.raises(ConfigError):
+        getattr(par, call)(value)
+
+
+def test_what_normalises(par: Parallel) -> None:
+    for x in ([1.0, 3.0], np.array([1, 3]), torch.tensor([1.0, 3.0], dtype=torch.bfloat16)):
+        assert [float(v) for v in par.normalize(x)] == pytest.approx([-1.0, 1.0])
+    assert par.share(4.0) == 4
+
+
+@pytest.mark.parametrize("text", ["nan", "-3", "inf", "soon"])
+def test_a_deadline_from_outside(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHANDS_TIMEOUT", text)
+    with pytest.raises(ConfigError, match=rf"MANYHANDS_TIMEOUT.*{text}.*seconds"):
+        timeout_from(None)

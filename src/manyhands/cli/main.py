@@ -10,10 +10,13 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from typing import NoReturn
 
 from manyhands import __version__, devices
 from manyhands.errors import ConfigError, ManyhandsError, Stopped, WorkerError
+
+_MAY_EXIT = ("manyhands", "argparse", "tyro")  # --help, words that are no options, signals
 
 COMMANDS = {
     "train": "train a policy with a ready-made algorithm, on as many workers as you like",
@@ -111,6 +114,14 @@ def _run_and_explain(words: list[str]) -> int:
         number = stopped.number if isinstance(stopped, Stopped) else signal.SIGINT
         _say(f"\nmanyhands: stopped by {signal.Signals(number).name}{_how_to_go_on(stopped)}")
         return 128 + number
+    except SystemExit as left:
+        # What an environment does with code 0 would look like success.
+        frame, line = list(traceback.walk_tb(left.__traceback__))[-1]
+        if frame.f_globals.get("__name__", "").partition(".")[0] in _MAY_EXIT:
+            raise
+        where = f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+        _say(f"manyhands: something called sys.exit({left.code!r}), maybe an environment: {where}")
+        return 1
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`): nothing to say, and nobody to say it to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

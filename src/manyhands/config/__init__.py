@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import tomli_w
 
-from manyhands import support
+from manyhands import files, support
 from manyhands.algorithms.registry import SPECS, AlgorithmSpec, spec_of
 from manyhands.config.values import Workers, coerce
 from manyhands.errors import ConfigError
@@ -336,16 +336,9 @@ def load_toml(path: str | os.PathLike[str]) -> Experiment:
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What a file holds, whatever it is; ConfigError when that cannot be read."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_TOML + 1)
-            if len(data) > _MAX_TOML:
-                raise ConfigError(
-                    f"{os.fspath(path)} has more than {_MAX_TOML:,} bytes; a configuration has a "
-                    "few thousand"
-                )
-            return tomllib.loads(data.decode())
-    except OSError as error:
-        raise ConfigError(f"{os.fspath(path)} cannot be read: {error.strerror}") from error
+        return tomllib.loads(files.read(path, _MAX_TOML).decode())
+    except files.Unreadable as error:
+        raise ConfigError(str(error)) from None
     except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of numbers without end
         raise ConfigError(f"{os.fspath(path)} is not TOML: {error}") from error
 

@@ -30,7 +30,8 @@ from manyhands.config import (
     nearest,
 )
 from manyhands.engines import calls, joined, stopping, supervisor
-from manyhands.errors import ConfigError, ManyhandsError, needs
+from manyhands.engines.base import LONGEST_TIMEOUT
+from manyhands.errors import ConfigError, ManyhandsError, described, needs
 from manyhands.math.optimiser import make_schedule
 from manyhands.strategies import registry as strategies
 
@@ -360,6 +361,8 @@ def _number_faults(experiment: Experiment) -> Iterator[str]:
             elif isinstance(value, (int, float)) and not isinstance(value, bool):
                 yield from _range_faults(f.name, float(value), f.default)
     run = experiment.run
+    if run.timeout > LONGEST_TIMEOUT:
+        yield f"timeout={run.timeout:g}: {LONGEST_TIMEOUT:g} seconds at the most, or 0 for ever"
     if run.hidden and any(width < 1 for width in run.hidden):
         yield f"hidden={list(run.hidden)}: every layer needs at least 1 unit; type: --hidden 64 64"
     if (
@@ -520,9 +523,11 @@ def _environment_faults(experiment: Experiment) -> Iterator[str]:
             yield from _look_at(run)
     except ManyhandsError as error:
         yield str(error)
-    except Exception as error:  # the environment is anybody's code and may raise anything
+    except BaseException as error:  # the environment is anybody's code and may raise anything
+        if stopping.asked_for(error):
+            raise
         with_ = f" with env_kwargs {run.env_kwargs}" if run.env_kwargs else ""
-        yield f"{run.env} cannot be made{with_}: {type(error).__name__}: {error}"
+        yield f"{run.env} cannot be made{with_}: {described(error)}"
 
 
 def _fit_faults(experiment: Experiment) -> Iterator[str]:
@@ -540,7 +545,9 @@ def _fit_faults(experiment: Experiment) -> Iterator[str]:
         here = to_look_at(run.env, run.env_backend, run.envs_per_worker)
         backend = typing.cast(Any, run.env_backend)
         look = envs.make_vec(run.env, here, backend=backend, seed=0, **run.env_kwargs)
-    except Exception:  # said with the environment's faults
+    except BaseException as error:  # said with the environment's faults
+        if stopping.asked_for(error):
+            raise
         return
     try:
         yield from _action_faults(spec, look.action_space)
@@ -584,8 +591,10 @@ def _network_faults(experiment: Experiment, look: Any) -> Iterator[str]:
     except ManyhandsError as error:
         said = str(error)
         yield said if "network" in said else f"network {experiment.run.network}: {said}"
-    except Exception as error:  # it is anybody's code and may raise anything
-        yield f"network {experiment.run.network} failed: {type(error).__name__}: {error}"
+    except BaseException as error:  # it is anybody's code and may raise anything
+        if stopping.asked_for(error):
+            raise
+        yield f"network {experiment.run.network} failed: {described(error)}"
 
 
 def _look_at(run: RunConfig) -> Iterator[str]:
@@ -696,7 +705,7 @@ def _hooks_faults(experiment: Experiment) -> Iterator[str]:
         yield f"hooks: {error}{_how_to_name(name, str(error))}"
         return
     except Exception as error:  # the module is anybody's code and may raise anything
-        yield f"hooks {name} cannot be imported: {type(error).__name__}: {error}"
+        yield f"hooks {name} cannot be imported: {described(error)}"
         return
     methods = [method for method in dir(found) if method.startswith("on_")]
     if isinstance(found, type) and (needed := _required(found)):

@@ -60,7 +60,7 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
     if hint is str and isinstance(value, Path):
         return str(value)
     if hint in (int, float):
-        number = _number(value, hint)
+        number = _number(name, value, hint)
         if number is not None:
             return number
     raise ConfigError(f"{name}={value!r}: {words(hint)} is expected")
@@ -72,20 +72,24 @@ def _workers(name: str, value: Any) -> Workers:
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             return Workers.parse(value)
-    elif (number := _number(value, int)) is not None:
+    elif (number := _number(name, value, int)) is not None:
         return Workers(int(number))
     raise ConfigError(f"{name}={value!r}: a whole number is expected, or two such as 2..16")
 
 
-def _number(value: Any, kind: Any) -> int | float | None:
+def _number(name: str, value: Any, kind: Any) -> int | float | None:
     """The value as an int or a float, None if it is neither; True is never a number here."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ConfigError(f"{name} is a number of more than 300 digits") from None
     if kind is float:
-        return float(value)
+        return number
     if isinstance(value, Integral):
         return int(value)
-    return int(float(value)) if float(value).is_integer() else None
+    return int(number) if number.is_integer() else None
 
 
 def _coerce_union(name: str, value: Any, hint: Any) -> Any:

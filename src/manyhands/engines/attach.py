@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from manyhands import devices, roles, terminal
 from manyhands.engines import ENGINES, inline, process
-from manyhands.engines.base import DEFAULT_TIMEOUT, Place, Worker
+from manyhands.engines.base import DEFAULT_TIMEOUT, Place, Worker, seconds
 from manyhands.errors import ConfigError
 
 
@@ -52,10 +52,10 @@ def _labelled_by_launcher(place: Place) -> bool:
 
 def timeout_from(timeout: float | None) -> float:
     if timeout is not None:
-        return timeout
+        return seconds("timeout", timeout)
     text = os.environ.get("MANYHANDS_TIMEOUT", "")
     try:
-        return float(text) if text else DEFAULT_TIMEOUT
+        return seconds("MANYHANDS_TIMEOUT", float(text) if text else DEFAULT_TIMEOUT)
     except ValueError:
         raise ConfigError(f"MANYHANDS_TIMEOUT={text!r} is not a number of seconds") from None
 

@@ -20,22 +20,37 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from manyhands import roles
-from manyhands.errors import CollectiveError, SupportError
+from manyhands.errors import CollectiveError, ConfigError, SupportError
 from manyhands.trees import Array, Tree
 
 if TYPE_CHECKING:
     from manyhands.engines.group import Group
 
 DEFAULT_TIMEOUT = 60.0  # seconds that any wait may take; 0 means for ever, by explicit choice
+LONGEST_TIMEOUT = 1e9  # seconds; the clocks of Python, torch and the kernel take little more
 
 # sizes[rank][leaf] in bytes, computed by Group from the notes of all workers
 Sizes = list[list[int]]
 Check = Callable[[list[bytes]], Sizes]
+
+
+def seconds(name: str, timeout: Any) -> float:
+    """A deadline that a user has given.
+
+    CRUCIAL: every comparison with NaN is false, so that it would pass for 0: for ever, unasked.
+    """
+    number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if not number or not 0 <= timeout <= LONGEST_TIMEOUT:
+        shown = f"{timeout:g}" if isinstance(timeout, float) else repr(timeout)
+        most = f"; {LONGEST_TIMEOUT:g} at the most" if number and timeout > 0 else ""
+        raise ConfigError(f"{name} {shown}: seconds, or 0 to wait for ever{most}")
+    return float(timeout)
 
 
 class Patience:
@@ -57,6 +72,8 @@ class Patience:
     LONGEST_LOOK = 1.0  # that is counted between two looks
 
     def __init__(self, timeout: float) -> None:
+        if not timeout >= 0:  # what somebody has worked out as left: it must not mean for ever
+            seconds("timeout", timeout)
         self.start = self._looked = time.perf_counter()
         self.timeout = timeout if timeout > 0 else float("inf")
         self._asleep = 0.0

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from manyhands import wire
-from manyhands.errors import ConfigError, WorkerError, importing
+from manyhands.errors import ConfigError, WorkerError, described, importing
 
 _MAIN = "__manyhands_main__"  # before the path of a script that is imported, not run
 _ROOM = 96 * 1024  # what fits an environment variable with room to spare
@@ -160,7 +160,7 @@ def invoke(target: object, method: str, args: list[Any], kwargs: dict[str, Any])
 def remote_error(name: str, method: str, error: BaseException) -> WorkerError:
     """What the caller of a service gets when its method has failed, traceback included."""
     text = "".join(traceback.format_exception(error)).rstrip()
-    return WorkerError(f"{name}: {method} failed: {type(error).__name__}: {error}\n{text}")
+    return WorkerError(f"{name}: {method} failed: {described(error)}\n{text}")
 
 
 def _script(path: str) -> ModuleType:

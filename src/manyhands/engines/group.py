@@ -81,10 +81,10 @@ class Group:
 
     def any(self, flag: Any) -> bool:
         """True on all workers if it is true on one: a branch that every worker takes alike."""
-        return bool(self._reduce("max", float(bool(flag))))
+        return bool(self._reduce("max", float(_truth("any", flag))))
 
     def all(self, flag: Any) -> bool:
-        return not self.any(not flag)
+        return not self.any(not _truth("all", flag))
 
     def moments(self, x: Any) -> tuple[float, float, int]:
         """(mean, population standard deviation, count) of all elements on all workers.
@@ -92,7 +92,7 @@ class Group:
         Exact for unequal and empty parts: two passes, as in the definition, so that a large mean
         cannot eat the digits of a small deviation.
         """
-        values = np.asarray(x.detach().cpu() if is_tensor(x) else x, dtype=np.float64)
+        values = _doubles(x)
         total, count = self.sum(np.array([values.sum(), values.size]))
         if count == 0:
             return 0.0, 0.0, 0
@@ -338,6 +338,32 @@ def _kind_of(parts: list[list[Any]]) -> tuple[str, list[int]]:
     return parts[0][1], []
 
 
+def _truth(call: str, flag: Any) -> bool:
+    try:
+        return bool(flag)
+    except Exception as error:  # an array of several, say
+        raise ConfigError(f"{call}() takes one true or false, not this: {error}") from None
+
+
+def _doubles(x: Any) -> Array:
+    """The numbers of one array or tensor."""
+    try:
+        (leaf,), _ = flatten(x if is_tensor(x) else np.asarray(x))
+    except ValueError as error:  # rows of unequal length
+        raise ConfigError(f"one array of numbers is needed: {error}") from None
+    if leaf.array.dtype.kind == "c":
+        raise ConfigError(f"the value has dtype {leaf.dtype}, and real numbers are needed")
+    return _decoded(leaf).astype(np.float64)
+
+
+def _decoded(leaf: Leaf) -> Array:
+    """The array, of bfloat16 as float32."""
+    if leaf.dtype != "bfloat16":
+        return leaf.array
+    bits: Array = leaf.array.astype(np.uint16).astype(np.uint32) << 16
+    return bits.view(np.float32)
+
+
 def _starred(leaf: list[Any]) -> list[Any]:
     path, dtype, shape = leaf
     return [path, dtype, [f"{shape[0]} rows", *shape[1:]]]
@@ -353,9 +379,7 @@ def _as_bytes(array: Array) -> Array:
 
 def _accumulator(leaf: Leaf, op: str) -> Array:
     """The array to add up: a float for means, wide enough not to lose what it adds."""
-    array = leaf.array
-    if leaf.dtype == "bfloat16":
-        array = (array.astype(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    array = _decoded(leaf)
     wide = _ACCUMULATE.get(leaf.dtype)
     if wide is not None and not (leaf.dtype == "bool" and op in ("max", "min")):
         array = array.astype(wide)

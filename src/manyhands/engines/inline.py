@@ -40,7 +40,7 @@ from manyhands.engines.base import (
 from manyhands.engines.calls import invoke, remote_error
 from manyhands.engines.group import Group
 from manyhands.engines.process import trim
-from manyhands.errors import CollectiveError, ConfigError, ManyhandsError, WorkerError
+from manyhands.errors import CollectiveError, ConfigError, ManyhandsError, WorkerError, described
 from manyhands.trees import Array, Tree
 
 _HERE = threading.local()
@@ -225,7 +225,7 @@ class World:
         for other, error in self.failures:
             if other != rank:
                 raise CollectiveError(
-                    f"{self.workers[other].place.name} failed: {type(error).__name__}: {error}"
+                    f"{self.workers[other].place.name} failed: {described(error)}"
                 )
 
     # -- random states change hands with the baton ----------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 from manyhands import devices, wire
 from manyhands import roles as parts
 from manyhands.engines import ENGINES, calls, inline, stopping
-from manyhands.engines.base import DEFAULT_TIMEOUT
+from manyhands.engines.base import DEFAULT_TIMEOUT, seconds
 from manyhands.engines.process import what_ended
 from manyhands.engines.recovery import Recovery
 from manyhands.engines.shared import Board, Segment
@@ -72,7 +72,7 @@ def launch(
     given = parts.parse(roles) if roles else None
     workers = workers if given is None else given.size
     if engine == "inline":
-        check(Job(workers=workers, engine=engine, call="-"))
+        check(Job(workers=workers, engine=engine, call="-", timeout=timeout))
         return inline.run(lambda: function(*args, **kwargs), workers, timeout, given)
     job = Job(workers=workers, engine=engine, timeout=timeout, results=True, roles=roles)
     preload = ("torch",) if _has_torch(function) else ()
@@ -117,8 +117,7 @@ def check(job: Job) -> None:
     if not job.call and not os.path.isfile(job.script):
         what = "is a folder, not a script" if os.path.isdir(job.script) else "does not exist"
         raise ConfigError(f"script {job.script!r} {what} (looked from {os.getcwd()})")
-    if job.timeout < 0:
-        raise ConfigError(f"--timeout {job.timeout:g}: seconds, or 0 to wait for ever")
+    seconds("--timeout", job.timeout)
     if job.gpus is not None:
         present = devices.present()
         if job.gpus > present:

@@ -29,7 +29,7 @@ from manyhands.engines.base import (
     worker_names,
 )
 from manyhands.engines.shared import DEAD, DONE, EMPTY, FAILED, LOST, RUNNING, Board
-from manyhands.errors import CollectiveError
+from manyhands.errors import CollectiveError, described
 
 if TYPE_CHECKING:
     from manyhands.engines.parts.memory import MemoryParts
@@ -104,7 +104,7 @@ class ProcessWorker(Worker):
         """Leave the original traceback where the supervisor and the others find it."""
         self._left = True
         if self.parts is not None:
-            self.parts.close(f"failed: {type(error).__name__}: {error}")
+            self.parts.close(f"failed: {described(error)}")
         if self._heartbeat is not None:
             self._heartbeat.stop()
         if self.board is not None and self.board.state(self.place.rank) == RUNNING:

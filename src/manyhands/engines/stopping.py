@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -90,6 +91,32 @@ def within(seconds: float, what: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
+
+
+def asked_for(error: BaseException) -> bool:
+    """Whether this end is one that we were asked for, by a signal.
+
+    Anybody's code may raise the rest; its sys.exit(0), not caught, would look like success.
+    """
+    stopped = isinstance(error, SystemExit) and error.code == STOPPED
+    return stopped or isinstance(error, (Stopped, KeyboardInterrupt))
+
+
+@contextlib.contextmanager
+def spared(seconds: float, what: str) -> Iterator[None]:
+    """What goes wrong here, or takes longer (0: no deadline), is said and costs nothing else.
+
+    For the end of things: the work is done and saved, or has failed for a reason that must not be
+    hidden behind this one.
+    """
+    try:
+        with within(seconds, f"{what} did not end") if seconds > 0 else contextlib.nullcontext():
+            yield
+    except BaseException as error:
+        if asked_for(error):
+            raise
+        said = "".join(traceback.format_exception(error, limit=-2)).rstrip()
+        print(f"manyhands: {what} failed when all else was done:\n{said}", file=sys.stderr)
 
 
 class SoftStop:

@@ -20,7 +20,7 @@ from manyhands.envs.spaces import (
     has_mask,
     shape_fault,
 )
-from manyhands.errors import ConfigError
+from manyhands.errors import ConfigError, described
 from manyhands.types import MASK
 
 
@@ -94,7 +94,7 @@ def _reset_findings(env: Any, seed: int) -> list[str]:
             f"reset(seed=...) raised {error}; write `def reset(self, *, seed=None, options=None)`"
         ]
     except Exception as error:
-        return [f"reset(seed={seed}) raised {type(error).__name__}: {error}"]
+        return [f"reset(seed={seed}) raised {described(error)}"]
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         return [f"reset() must return (observation, info dict); it returned {_shorten(result)}"]
     findings = _observation_findings(env, result[0], "reset()")
@@ -117,7 +117,7 @@ def _step_findings(env: Any, steps: int, seed: int) -> list[str]:
         try:
             result = env.step(action)
         except Exception as error:
-            return [f"step({_shorten(action)}) raised {type(error).__name__}: {error}"]
+            return [f"step({_shorten(action)}) raised {described(error)}"]
         findings = _result_findings(env, result, t)
         if findings:
             return findings

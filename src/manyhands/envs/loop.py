@@ -33,7 +33,7 @@ from manyhands.envs.adapter import (
     take_row,
 )
 from manyhands.envs.spaces import check_observation_space, flat_space, shape_fault, zeros
-from manyhands.errors import ConfigError, WorkerError
+from manyhands.errors import ConfigError, Stopped, WorkerError
 from manyhands.streams import OwnChance
 from manyhands.trees import Array, Parts
 from manyhands.types import Obs
@@ -160,7 +160,7 @@ class EnvLoop(VecAdapter):
         for i in range(self.num_envs):
             try:
                 value = self._reset_one(i, seeded=self._episode_seeds or not self._running)
-            except Exception as error:
+            except BaseException as error:
                 error.add_note(f"raised by the first reset() of env {self._first + i}")
                 raise
             if fault := shape_fault(self.observation_space, value):
@@ -197,7 +197,7 @@ class EnvLoop(VecAdapter):
                     row.truncated[i] = truncated
                     value = self._finish(i, value, info, row)
                 rows[i] = value
-        except Exception as error:
+        except BaseException as error:
             self._annotate(error, i, sent)
             raise
         finally:
@@ -391,9 +391,9 @@ class EnvLoop(VecAdapter):
         if not self._finite_one.holds(final):
             raise self._not_finite("the last observation", i)
 
-    def _annotate(self, error: Exception, i: int, sent: Array) -> None:
+    def _annotate(self, error: BaseException, i: int, sent: Array) -> None:
         """Say which environment it was; type and traceback stay the environment's own."""
-        if 0 <= i < self.num_envs and not isinstance(error, WorkerError):
+        if 0 <= i < self.num_envs and not isinstance(error, (WorkerError, Stopped)):
             error.add_note(f"raised by {self._where(i)}, action {sent[i]}")
 
 

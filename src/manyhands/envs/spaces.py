@@ -12,6 +12,7 @@ learned from with the observation that it belongs to.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from manyhands import files
 from manyhands.errors import ConfigError
 from manyhands.trees import Array
 from manyhands.types import MASK, OBSERVATION, Obs
@@ -323,6 +325,7 @@ def _is_zero_or_one(mask: Array) -> bool:
 # -- spaces in a file ------------------------------------------------------------------------------
 
 FILE = "spaces.json"
+_MOST_BYTES, _MOST_NUMBERS = 64 << 20, 1 << 26  # of the file; of one space
 
 
 def save_spaces(folder: Path, observations: Any, actions: Any) -> None:
@@ -337,10 +340,13 @@ def load_spaces(folder: Path) -> tuple[Any, Any] | None:
     if not path.is_file():
         return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(files.read(path, _MOST_BYTES))
         return _space(data["observations"]), _space(data["actions"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except files.Unreadable as error:
+        raise ConfigError(str(error)) from None
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
+            ValueError) as error:  # fmt: skip
+        raise ConfigError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
 
 
 def _plain(space: Any) -> dict[str, Any]:
@@ -374,6 +380,8 @@ def _space(data: dict[str, Any]) -> Any:
             return spaces.Dict({k: _space(v) for k, v in data["parts"].items()})
         case "Box":
             shape, dtype = tuple(data["shape"]), np.dtype(data["dtype"])
+            if math.prod(shape) > _MOST_NUMBERS:
+                raise ValueError(f"a Box of {math.prod(shape):,} numbers")
             low, high = (
                 np.broadcast_to(np.asarray(data[k], dtype), shape) for k in ("low", "high")
             )
@@ -383,5 +391,7 @@ def _space(data: dict[str, Any]) -> Any:
         case "MultiDiscrete":
             return spaces.MultiDiscrete(data["nvec"], start=data["start"])
         case "MultiBinary":
+            if np.prod(np.asarray(data["n"], float)) > _MOST_NUMBERS:
+                raise ValueError(f"a MultiBinary of {data['n']} numbers")
             return spaces.MultiBinary(data["n"])
     raise ValueError(f"there is no space {data['kind']!r}")

@@ -28,7 +28,6 @@ import math
 import os
 import re
 import shutil
-import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -37,9 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
-from manyhands import __version__, wire
+from manyhands import __version__, files, wire
 from manyhands.errors import ConfigError, WorkerError
 from manyhands.trees import Array, is_tensor, to_host
 
@@ -49,7 +47,6 @@ ARRAYS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 KEPT = 2  # newest checkpoints that stay, besides the best
 MAX_JSON, MAX_MANIFEST = 64 << 20, 64 << 10  # bytes; JSON takes twenty times that in memory
 
-_SMALL = 1 << 20  # bytes that are always there
 _NAME = re.compile(r"\d{12,}")
 _TEMPORARY, _DAMAGED = ".tmp-", "damaged-"
 
@@ -268,20 +265,10 @@ def _checked(file: Path, manifest: Mapping[str, Any]) -> bytes:
 
 
 def _read(file: Path, limit: int) -> bytes:
-    """At most `limit` bytes of a regular file; a link or a pipe is refused, not waited for."""
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(fd, "rb") as source:
-            facts = os.fstat(fd)
-            if not stat.S_ISREG(facts.st_mode):
-                raise Damaged(f"{file} is not a plain file")
-            if facts.st_size > limit:
-                raise Damaged(f"{file} has {facts.st_size:,} bytes, at most {limit:,} are expected")
-            if facts.st_size > _SMALL and facts.st_size > psutil.virtual_memory().available:
-                raise Damaged(f"{file} has {facts.st_size:,} bytes, more than memory is free")
-            return source.read(facts.st_size)
-    except OSError as error:
-        raise Damaged(f"{file} cannot be read ({error.strerror})") from None
+        return files.read(file, limit, links=False)
+    except files.Unreadable as fault:
+        raise Damaged(str(fault)) from None
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -329,7 +316,7 @@ def pack(state: Any) -> tuple[str, dict[str, Array]]:
 
 
 def unpack(text: str, arrays: dict[str, Array], *, tensors: bool = True) -> Any:
-    """What `pack` was given; ValueError when the two do not belong together.
+    """What `pack` was given; ValueError when the two do not belong together. Takes the arrays out.
 
     Without `tensors` they stay numpy arrays, and torch is not imported.
     """
@@ -427,7 +414,9 @@ def _unpack(x: Any, arrays: dict[str, Array], depth: int, tensors: bool) -> Any:
         return float(x["@float"])
     if "@array" not in x:
         return {k: _unpack(v, arrays, depth + 1, tensors) for k, v in x.items()}
-    array, kind = arrays[x["@array"]], x["@kind"]
+    # Each once, as it was written: a few bytes of text that name a large one as bytes, a million
+    # times over, would have it copied as often.
+    array, kind = arrays.pop(x["@array"]), x["@kind"]
     if kind == "numpy":
         return array
     if kind == "bytes":

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from manyhands.config import Experiment, in_words, to_plain
-from manyhands.errors import Stopped, WorkerError
+from manyhands.errors import Stopped, WorkerError, described
 from manyhands.experiment import checkpoint
 from manyhands.experiment.bottleneck import Phases, merged
 from manyhands.experiment.folder import RunFolder
@@ -385,7 +385,7 @@ class Records:
 def _said(error: BaseException) -> str:
     """The error, and who raised it where it says so: an environment, a hook."""
     notes = getattr(error, "__notes__", [])
-    return " ".join([f"{type(error).__name__}: {error}".strip(), *(f"({note})" for note in notes)])
+    return " ".join([described(error).strip(), *(f"({note})" for note in notes)])
 
 
 def _condensed(text: str) -> str:

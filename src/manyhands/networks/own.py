@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manyhands import seeding, streams, trees
+from manyhands import errors, seeding, streams, trees
 from manyhands.engines import calls
 from manyhands.envs.spaces import space_without_mask, zeros
 from manyhands.errors import ConfigError
@@ -447,7 +447,7 @@ def _last_line(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith((torchs, os.path.dirname(__file__)))]
     where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {error}{where}"
+    return f"{errors.described(error)}{where}"
 
 
 def _few(names: set[str]) -> str:

@@ -29,6 +29,7 @@ import torch
 from manyhands import devices, seeding
 from manyhands.algorithms.base import Across, Algorithm, Alone
 from manyhands.config import Experiment
+from manyhands.engines import stopping
 from manyhands.engines.base import Worker, cores
 from manyhands.engines.group import Group, OverGroup
 from manyhands.envs import make_vec
@@ -242,7 +243,8 @@ class Context:
 
     def close(self) -> None:
         if self.envs is not None:
-            self.envs.close()
+            with stopping.spared(self.experiment.run.timeout, "close() of the environments"):
+                self.envs.close()
 
     # -- the other workers -----------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ from gymnasium.vector import VectorEnv
 from manyhands import seeding, streams, trees
 from manyhands.config import Experiment
 from manyhands.devices import one_thread
+from manyhands.engines import stopping
+from manyhands.engines.base import DEFAULT_TIMEOUT
 from manyhands.envs import make_vec
 from manyhands.envs.adapter import DictRows
 from manyhands.envs.registry import env_factory, is_atari, resolve
@@ -354,6 +356,7 @@ def _play_vector(
                     if tell is not None:
                         tell(len(ended), float(np.mean([row[0] for row in ended.values()])))
     finally:
-        envs.close()
+        with stopping.spared(DEFAULT_TIMEOUT, "close() of the environments"):
+            envs.close()
     rows = [ended[key] for key in sorted(ended)]
     found.returns, found.lengths = [row[0] for row in rows], [row[1] for row in rows]

@@ -6,6 +6,7 @@ worked out from the records, and a last line that was cut off is left out.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -175,37 +176,41 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            records.append(dict(json.loads(line)))
+        except (ValueError, TypeError, RecursionError) as error:
             if number == len(lines):
                 break  # still being written, or cut off
-            raise ConfigError(f"{path}, line {number} is not JSON: {error}") from error
+            raise ConfigError(f"{path}, line {number} is not a record: {error}") from error
     return records
 
 
 def _columns(records: list[dict[str, Any]]) -> dict[str, Array]:
     names = dict.fromkeys(
-        name for record in records for name, value in record.items() if _is_number(value)
+        name for record in records for name, value in record.items() if is_number(value)
     )
     return {
-        name: np.array([r[name] if _is_number(r.get(name)) else math.nan for r in records], float)
+        name: np.array([r[name] if is_number(r.get(name)) else math.nan for r in records], float)
         for name in names
     }
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, float) or value.bit_length() < 1000  # more is none for a float
 
 
 def _episodes(path: Path) -> dict[str, Array]:
     rows: list[list[float]] = []
     if path.is_file():
-        with open(path, encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                try:
-                    rows.append([float(row[name]) for name in EPISODE_COLUMNS])
-                except (TypeError, ValueError):
-                    continue  # the row that was being written when the run was killed
+        with open(path, encoding="utf-8", errors="replace", newline="") as file:
+            try:
+                for row in csv.DictReader(file):
+                    # Not numbers: the row that was being written when the run was killed.
+                    with contextlib.suppress(TypeError, ValueError, KeyError):
+                        rows.append([float(row[name]) for name in EPISODE_COLUMNS])
+            except csv.Error as error:
+                raise ConfigError(f"{path} is no table of episodes: {error}") from error
     table = np.array(rows, float).reshape(-1, len(EPISODE_COLUMNS))
     return {name: table[:, i] for i, name in enumerate(EPISODE_COLUMNS)}
 
@@ -214,9 +219,9 @@ def _summary(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+        found = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not a summary: {error}") from error
     return found
 
 

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from manyhands import files
 from manyhands.errors import ConfigError
 from manyhands.experiment.folder import short_env
-from manyhands.viewing.runs import read_config, runs_in
+from manyhands.viewing.runs import is_number, read_config, runs_in
 
 HOST = "127.0.0.1"
 _FILES = {
@@ -156,7 +157,8 @@ class Tail:
     def read(self) -> tuple[bool, list[bytes]]:
         """(whether the file was cut or replaced: what was read before no longer counts, lines)."""
         try:
-            with open(self._path, "rb") as file:
+            # NONBLOCK: a pipe in its place is no file to follow, and must not be waited for.
+            with open(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
                 again = not self._is_the_same(file)
                 if again:
                     self._offset, self._mark = 0, b""
@@ -194,7 +196,7 @@ class Series:
 
     def add(self, record: dict[str, Any]) -> None:
         for name, value in record.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if is_number(value):
                 total, count = self._sums.get(name, (0.0, 0))
                 self._sums[name] = total + value, count + 1
         self._waiting += 1
@@ -312,7 +314,9 @@ class Followed:
         """running, silent (no sign for a while: stuck or killed), or ended."""
         if self._summary is not None and "exit" in self._summary:
             return "ended"
-        seen = [self._live["time"]] if self._live and "time" in self._live else []
+        seen: list[float] = []
+        if self._live and is_number(self._live.get("time")):
+            seen = [self._live["time"]]
         for name in ("metrics.jsonl", "events.jsonl"):
             try:
                 seen.append((self.path / name).stat().st_mtime)
@@ -324,7 +328,7 @@ class Followed:
 def _record(line: bytes) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -332,6 +336,6 @@ def _record(line: bytes) -> dict[str, Any]:
 def _file(path: Path) -> dict[str, Any] | None:
     """A small file that is replaced as a whole; None where there is none."""
     try:
-        return _record(path.read_bytes()) or None
-    except OSError:
+        return _record(files.read(path, _BYTES)) or None
+    except files.Unreadable:
         return None

@@ -6,6 +6,7 @@ What is put or published lies in shared memory, without locks: a writer that die
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -60,16 +61,22 @@ class MemoryParts(Parts):
         while True:
             for rank in others:
                 address = self._board.note(rank, f"service/{name}")
-                if address:
+                if address and (sock := self._reached(address)) is not None:
                     owner = self._roster.name(rank)
-                    caller = sockets.Caller(
-                        sockets.connect(address), f"service {name!r} of {owner}"
-                    )
+                    caller = sockets.Caller(sock, f"service {name!r} of {owner}")
                     return sockets.SocketService(name, owner, caller, self._timeout)
             patience.pause()
             if patience.over:
                 raise self._roster.late(list(others), f"service {name!r}", patience.waited)
             self._roster.raise_if_gone([], f"service {name!r}")
+
+    def _reached(self, address: str) -> socket.socket | None:
+        """A connection to a worker that offers something; None where it does not answer: it has
+        been killed, and is started again perhaps."""
+        try:
+            return sockets.connect(address, self._timeout)
+        except OSError:
+            return None
 
     def drain(self) -> None:
         for channel in self._channels:
@@ -121,8 +128,8 @@ class _Slots:
             if segment is not None:
                 segment.close()
             segment = self._own[i] = Segment(packed.nbytes + packed.nbytes // 4 + 256)
-            self._words[base] = segment.number
             self._words[base + 1] += 1
+        self._words[base] = segment.number  # each time: so what was written over mends itself
         packed.write_into(segment.view)
         self._words[base + 2] = packed.nbytes
         self._words[base + 3] = time.monotonic_ns()
@@ -170,6 +177,11 @@ class _Ring:
         lost = self.waiting
         self.words[self._TAKEN] = self.words[self._PUT]
         return lost
+
+    def drop(self) -> int:
+        """Give up the next tree alone."""
+        self.words[self._TAKEN] += 1
+        return 1
 
     def put(self, packed: wire.Packed) -> None:
         self.slots.write(int(self.words[self._PUT] % self.capacity), packed)
@@ -241,6 +253,9 @@ class MemoryChannel(Channel):
                     return oldest.take()
                 except FileNotFoundError:  # the writer was killed before it could be read
                     self.lost += oldest.skip()
+                    continue
+                except (ConfigError, OSError, ValueError):  # somebody has written over it
+                    self.lost += oldest.drop()
                     continue
             if patience.pause():
                 self._roster.raise_if_gone([], doing)

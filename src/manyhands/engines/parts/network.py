@@ -21,6 +21,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -240,8 +241,7 @@ class NetworkParts(Parts):
         try:
             sock = socket.create_connection(self._places[rank], self._limit())
             tune(sock, self.timeout)
-            sock.settimeout(self._limit())
-            prove(sock, self._token, self.rank)
+            prove(sock, self._token, self.rank, self._limit())
             sock.settimeout(None)
         except (OSError, EOFError) as error:
             how = sockets.FINISHED if rank in self.endpoint._left else "cannot be reached"
@@ -271,8 +271,7 @@ class NetworkParts(Parts):
 
     def _admit(self, sock: socket.socket) -> int:
         try:
-            sock.settimeout(_HANDSHAKE_SECONDS)
-            rank = challenge(sock, self._token)
+            rank = challenge(sock, self._token, _HANDSHAKE_SECONDS)
             if rank not in self.everyone:
                 return sockets.NOT_ADMITTED
             sock.settimeout(None)
@@ -409,14 +408,16 @@ def tune(sock: socket.socket, timeout: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout * 1000))
 
 
-def challenge(sock: socket.socket, token: bytes) -> int:
-    """Let a caller prove that it knows the token, and prove it in turn; its rank, -2 if it fails.
+def challenge(sock: socket.socket, token: bytes, seconds: float) -> int:
+    """Let a caller prove that it knows the token, within so many seconds, and prove it in turn; its
+    rank, -2 if it fails.
 
     WHY numbers and not the token: whoever listens on the network learns nothing from them.
     """
-    mine = secrets.token_bytes(_NONCE)
+    until, mine = time.monotonic() + seconds, secrets.token_bytes(_NONCE)
+    sock.settimeout(seconds)
     sock.sendall(mine)
-    said = bytes(sockets.receive_exactly(sock, _RANK + _NONCE + _PROOF))
+    said = bytes(sockets.receive_exactly(sock, _RANK + _NONCE + _PROOF, until))
     rank, theirs, proof = said[:_RANK], said[_RANK : _RANK + _NONCE], said[_RANK + _NONCE :]
     if not hmac.compare_digest(proof, _proof(token, b"caller", mine, theirs, rank)):
         return sockets.NOT_ADMITTED
@@ -424,12 +425,13 @@ def challenge(sock: socket.socket, token: bytes) -> int:
     return int.from_bytes(rank, "little")
 
 
-def prove(sock: socket.socket, token: bytes, rank: int) -> None:
+def prove(sock: socket.socket, token: bytes, rank: int, seconds: float) -> None:
     """The caller's side; OSError when the other one does not know the token."""
-    theirs = bytes(sockets.receive_exactly(sock, _NONCE))
+    until = time.monotonic() + seconds
+    theirs = bytes(sockets.receive_exactly(sock, _NONCE, until))
     mine, me = secrets.token_bytes(_NONCE), rank.to_bytes(_RANK, "little")
     sock.sendall(me + mine + _proof(token, b"caller", theirs, mine, me))
-    proof = bytes(sockets.receive_exactly(sock, _PROOF))
+    proof = bytes(sockets.receive_exactly(sock, _PROOF, until))
     if not hmac.compare_digest(proof, _proof(token, b"server", mine, theirs, me)):
         raise ConnectionRefusedError("who answers there is not of this run")
 

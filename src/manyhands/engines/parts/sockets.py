@@ -20,6 +20,7 @@ import struct
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -35,6 +36,7 @@ _LARGEST = 1 << 40
 _PIECE = 1 << 20  # memory that a frame may have before any of it has arrived
 _PIECES = 512  # in one `sendmsg`; the kernel takes 1,024
 _UNPROVED = 32  # callers at a time that have not been admitted yet
+_BREATHER = 0.05  # seconds without descriptors or threads for another caller
 _LINUX = sys.platform.startswith("linux")
 NOT_ADMITTED = -2
 FINISHED = "has finished and will not come"
@@ -109,10 +111,20 @@ def _from_file(fd: int, length: int) -> Any:
     return wire.decode(segment.view[:length])
 
 
-def receive_exactly(sock: socket.socket, length: int) -> bytearray:
-    """So many bytes. Whatever length is claimed, memory is at most twice what has arrived."""
+def receive_exactly(sock: socket.socket, length: int, until: float = 0.0) -> bytearray:
+    """So many bytes. Whatever length is claimed, memory is at most twice what has arrived.
+
+    Args:
+        until: by the monotonic clock, when all must be there (0: no deadline). WHY not a timeout of
+            the socket: that is for each read, and a byte now and then would hold the line for ever.
+    """
     data, have = bytearray(min(length, _PIECE)), 0
     while have < length:
+        if until:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("timed out")
+            sock.settimeout(left)
         if have == len(data):
             data.extend(bytes(min(have, length - have)))
         with memoryview(data)[have:] as room:
@@ -155,7 +167,7 @@ class Server:
         self._owner, self._listener, self._admit, self._ended = owner, listener, admit, ended
         self._targets: dict[str, tuple[object, threading.Lock | None]] = {}
         self._lines: dict[socket.socket, threading.Lock] = {}
-        self._unproved = threading.BoundedSemaphore(_UNPROVED)
+        self._unproved, self._closed = threading.BoundedSemaphore(_UNPROVED), False
         threading.Thread(target=self._accept, name="manyhands-server", daemon=True).start()
 
     def offer(self, name: str, target: object, *, at_once: bool = False) -> None:
@@ -166,6 +178,7 @@ class Server:
 
     def close(self, words: str | None = None) -> None:
         """No more callers; with words, those that are there hear them."""
+        self._closed = True
         cut(self._listener)
         self._listener.close()
         if words is not None:
@@ -178,8 +191,19 @@ class Server:
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                return  # closed: this worker leaves
-            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+                sock = None
+            if self._closed:
+                return  # this worker leaves
+            if sock is not None:
+                try:
+                    threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+                    continue
+                except RuntimeError:
+                    sock.close()
+            # CRUCIAL: no descriptor or thread is free just now, or that caller has gone. A server
+            # that gave up here would leave all later callers to their deadlines.
+            self._unproved.release()
+            time.sleep(_BREATHER)
 
     def _serve(self, sock: socket.socket) -> None:
         with sock:
@@ -220,7 +244,7 @@ class Server:
             if not isinstance(value, Future):
                 wire.Packed(value)  # refuse what cannot travel here, where its traceback is of use
             return True, value
-        except Exception as error:
+        except BaseException as error:  # of SystemExit the caller would hear nothing else
             return False, str(remote_error(f"service {name!r} of {self._owner}", method, error))
 
 
@@ -249,10 +273,15 @@ class Caller:
 
     def start(self, name: str, method: str, args: list[Any], kwargs: dict[str, Any]) -> Future[Any]:
         future: Future[Any] = Future()
+        # CRUCIAL: under way from here on. One that its owner has cancelled takes no answer, and the
+        # thread that brings the answers of all would die of it.
+        future.set_running_or_notify_cancel()
         number = next(self._numbers)
         self._pending[number] = future
         try:
             send(self._sock, self._lock, [number, name, method, args, kwargs])
+        except BlockingIOError:
+            self._end("does not read what it is sent")
         except OSError:
             self._end(None)
         except BaseException:
@@ -340,9 +369,19 @@ def same_user(sock: socket.socket) -> int:
     return -1
 
 
-def connect(address: str) -> socket.socket:
+def connect(address: str, timeout: float = 0.0) -> socket.socket:
+    """BlockingIOError where that, or later one piece of what is sent, takes longer (0: no
+    deadline): a process that is stopped reads nothing, and the socket's buffer is soon full."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.connect(_socket_name(address))
+    try:
+        # WHY the kernel's: Python's own timeout would be that of whoever waits for answers too.
+        microseconds = round(timeout * 1e6)
+        limit = struct.pack("ll", *divmod(microseconds, 1_000_000))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        sock.connect(_socket_name(address))
+    except BaseException:
+        sock.close()
+        raise
     return sock
 
 

@@ -270,6 +270,7 @@ class Client:
 
     def send_call(self, rank: int, name: str, message: Message) -> Future[Any]:
         future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # see sockets.Caller
         number = next(self._ids)
         with self._lock:
             self._pending[number] = (rank, name, future)

@@ -13,7 +13,7 @@ from typing import Any
 from manyhands import wire
 from manyhands.engines import hosts, process
 from manyhands.engines.ray import CLIENT
-from manyhands.errors import CollectiveError, WorkerError
+from manyhands.errors import CollectiveError, WorkerError, described
 
 
 class Seat:
@@ -98,7 +98,7 @@ def _failure(error: BaseException) -> bytes:
         worker.fail(error)
     said = {
         "ok": False,
-        "summary": f"{type(error).__name__}: {error}",
+        "summary": described(error),
         "traceback": "".join(traceback.format_exception(process.trim(error))),
         "secondary": isinstance(error, CollectiveError),
         "differs": isinstance(error, hosts.Differs),
