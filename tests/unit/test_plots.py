@@ -273,7 +273,7 @@ def test_a_broken_line_in_the_middle_is_no_guess(run_dir: Path, tmp_path: Path) 
     shutil.copytree(run_dir, folder)
     text = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text("{broken\n" + text)
-    with pytest.raises(ConfigError, match="line 1 is not JSON"):
+    with pytest.raises(ConfigError, match="line 1 is not a record"):
         read_run(folder)
 
 

@@ -157,12 +157,12 @@ def _for_slurm(job: Job, file: str, nodes: int) -> int:
         words = ["manyhands", "launch", "-n", str(job.workers), "--engine", job.engine]
         words += [*options, job.script, *job.args]
     else:  # srun starts the workers, which read what was asked from their environment
-        told = {
+        variables = {
             roles.VARIABLE: job.roles,
             "MANYHANDS_TIMEOUT": "" if job.timeout == DEFAULT_TIMEOUT else f"{job.timeout:g}",
             "MANYHANDS_DEBUG": "1" if job.debug else "",
         }
-        found = [f"{name}={value}" for name, value in told.items() if value]
+        found = [f"{name}={value}" for name, value in variables.items() if value]
         words = ["env", *found, *words] if found else words
     threads = job.threads or 1
     return slurm.write(

@@ -6,7 +6,6 @@ What is put or published lies in shared memory, without locks: a writer that die
 from __future__ import annotations
 
 import contextlib
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import numpy as np
 from manyhands import wire
 from manyhands.engines.base import Channel, Parts, Patience, Place, Roster, Service, WeightStore
 from manyhands.engines.parts import sockets
-from manyhands.engines.shared import Board, Pool, Segment, fence
+from manyhands.engines.shared import DONE, Board, Pool, Segment, fence
 from manyhands.errors import ConfigError
 from manyhands.trees import Tree
 
@@ -61,22 +60,21 @@ class MemoryParts(Parts):
         while True:
             for rank in others:
                 address = self._board.note(rank, f"service/{name}")
-                if address and (sock := self._reached(address)) is not None:
-                    owner = self._roster.name(rank)
-                    caller = sockets.Caller(sock, f"service {name!r} of {owner}")
-                    return sockets.SocketService(name, owner, caller, self._timeout)
+                if not address:
+                    continue
+                try:
+                    sock = sockets.connect(address, self._timeout)
+                except OSError:
+                    if self._board.state(rank) == DONE:
+                        raise
+                    continue  # it has been killed, and is started again perhaps
+                owner = self._roster.name(rank)
+                caller = sockets.Caller(sock, f"service {name!r} of {owner}")
+                return sockets.SocketService(name, owner, caller, self._timeout)
             patience.pause()
             if patience.over:
                 raise self._roster.late(list(others), f"service {name!r}", patience.waited)
             self._roster.raise_if_gone([], f"service {name!r}")
-
-    def _reached(self, address: str) -> socket.socket | None:
-        """A connection to a worker that offers something; None where it does not answer: it has
-        been killed, and is started again perhaps."""
-        try:
-            return sockets.connect(address, self._timeout)
-        except OSError:
-            return None
 
     def drain(self) -> None:
         for channel in self._channels:

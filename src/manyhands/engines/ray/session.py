@@ -211,6 +211,8 @@ class Session:
             signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it
         try:
             if self._door is not None:
+                # WHY shutdown: close() alone leaves the thread in accept(), and all that it holds.
+                self._door.shutdown(socket.SHUT_RDWR)
                 self._door.close()
             if self._ours:
                 self._ray.shutdown()
