@@ -139,10 +139,10 @@ def _for_slurm(job: Job, file: str, nodes: int) -> int:
     from manyhands.cli import slurm
 
     check(job)
-    for name, given in (("--gpus", job.gpus), ("--address", job.address)):
-        if given is not None and given != "":
+    for name, value in (("--gpus", job.gpus), ("--address", job.address)):
+        if value is not None and value != "":
             raise ConfigError(
-                f"{name} {given} does not go with --slurm: "
+                f"{name} {value} does not go with --slurm: "
                 + ("SLURM gives tasks their GPUs; see --gpus-per-task in the file"
                    if name == "--gpus" else "the batch file starts Ray on its own nodes")
             )  # fmt: skip
@@ -156,12 +156,12 @@ def _for_slurm(job: Job, file: str, nodes: int) -> int:
         words = ["manyhands", "launch", "-n", str(job.workers), "--engine", job.engine]
         words += [*options, job.script, *job.args]
     else:  # srun starts the workers, which read what was asked from their environment
-        told = {
+        asked = {
             roles.VARIABLE: job.roles,
             "MANYHANDS_TIMEOUT": "" if job.timeout == DEFAULT_TIMEOUT else f"{job.timeout:g}",
             "MANYHANDS_DEBUG": "1" if job.debug else "",
         }
-        found = [f"{name}={value}" for name, value in told.items() if value]
+        found = [f"{name}={value}" for name, value in asked.items() if value]
         words = ["env", *found, *words] if found else words
     threads = job.threads or 1
     return slurm.write(
