@@ -50,7 +50,6 @@ def measured(reward: str, seed: int) -> Path:
         "reward": reward,
         "seed": seed,
         "steps": summary["env_steps"],
-        "minutes": round(summary["wall_seconds"] / 60, 2),
         "machine": summary["cpu"],
         "versions": summary["versions"],
         "upright": sum(played.successes),

@@ -85,6 +85,18 @@ EVENTS: dict[str, tuple[tuple[str, ...], str]] = {
         ("worker", "life"),
         "a worker that failed is back, and was heard; `life` counts how often",
     ),
+    "worker_joined": (
+        ("worker", "who", "there", "most"),
+        "with `--workers 2..16`: a worker has come to the run; `there` of `most` are there",
+    ),
+    "worker_left": (
+        ("worker", "who", "there", "most"),
+        "one of these is gone, for now or for good",
+    ),
+    "node_refused": (
+        ("host", "why"),
+        "a node that came later runs other versions, and has no part in the run",
+    ),
     "shard_lost": (
         ("worker", "rows", "what"),
         "apex: an actor was killed; `what` became of the rows of its shard, `keep` or `drop`",

@@ -198,9 +198,8 @@ def pendulum(found: list[dict[str, Any]]) -> str:
         )
         parts.append(
             f"\n### {one['reward']} reward\n\nSeed {one['seed']}, {one['steps']:,} steps, "
-            f"{one['minutes']:g} minutes, one worker, {one['machine']}, torch "
-            f"{one['versions']['torch']}. Upright through the second half in {one['upright']} of "
-            f"{one['episodes']} fresh episodes.\n\n{shown}\n\n"
+            f"one worker, {one['machine']}, torch {one['versions']['torch']}. Upright through the "
+            f"second half in {one['upright']} of {one['episodes']} fresh episodes.\n\n{shown}\n\n"
             "<!-- not run: it trains -->\n```bash\n"
             f"python benchmarks/pendulum.py {one['reward']} --seed {one['seed']}\n```\n"
         )

@@ -174,10 +174,12 @@ def test_a_node_with_another_version_has_no_part_in_it(tmp_path: Path) -> None:
         run.learns_on()
         alike = os.pathsep.join(sys.path[1:])
         cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(other.parent)})
-        time.sleep(5.0)  # several looks at whether there is room
+        run.until(lambda: len(run.events("node_refused")) == 1, "a look at the node")
+        run.learns_on()
         cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": alike})
         run.until(lambda: run.acting() == {1, 2}, "episodes of the one that is alike")
         assert [event["there"] for event in run.events("worker_joined")] == [3]
+        assert len(run.events("node_refused")) == 1
         said = run.stopped()
     assert said.count("has no part in this run: start: workers do not all run the same") == 1
     assert f"{other} (" in said

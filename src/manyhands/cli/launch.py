@@ -140,10 +140,10 @@ def _for_slurm(job: Job, file: str, nodes: int) -> int:
     from manyhands.cli import slurm
 
     check(job)
-    for name, given in (("--gpus", job.gpus), ("--address", job.address)):
-        if given is not None and given != "":
+    for name, value in (("--gpus", job.gpus), ("--address", job.address)):
+        if value is not None and value != "":
             raise ConfigError(
-                f"{name} {given} does not go with --slurm: "
+                f"{name} {value} does not go with --slurm: "
                 + ("SLURM gives tasks their GPUs; see --gpus-per-task in the file"
                    if name == "--gpus" else "the batch file starts Ray on its own nodes")
             )  # fmt: skip

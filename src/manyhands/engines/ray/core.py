@@ -285,6 +285,7 @@ class _Actors:
         if said := self._differs(rank, found):
             self._unlike.add(node)
             self._ray.kill(self._seats.pop(rank))
+            self._recovery.event("node_refused", host=found["host"], why=said)
             print(f"manyhands: {found['host']} has no part in this run: {said}", file=sys.stderr,
                   flush=True)  # fmt: skip
             return
@@ -294,7 +295,7 @@ class _Actors:
         if self._board is not None:
             self._board.set_state(rank, EMPTY)
         running[self._begin(rank)] = rank
-        self._say_who("worker_joined", rank, "has joined", len(running))
+        self._recovery.event("worker_joined", **self._there(rank, "has joined", len(running)))
 
     def _differs(self, rank: int, found: dict[str, Any]) -> str:
         """What somebody who comes runs in place of what the main worker runs; "" where nothing."""
@@ -312,14 +313,15 @@ class _Actors:
         if self._board is not None:
             self._board.set_state(rank, EMPTY)
         why = why if self._where[rank]["node"] in self._room() else "is gone with its host"
-        self._say_who("worker_left", rank, f"{why}, and has left", left)
+        self._recovery.event("worker_left", **self._there(rank, f"{why}, and has left", left))
         self._where[rank] = dict(_NOWHERE)
 
-    def _say_who(self, event: str, rank: int, said: str, there: int) -> None:
+    def _there(self, rank: int, said: str, there: int) -> dict[str, Any]:
+        """Say that somebody has come or gone; the facts of the event."""
         name = self._name(rank)
-        self._recovery.event(event, worker=rank, who=name, there=there, most=self._size)
         text = f"{name} {said}: {there} of {self._size} are there"
         print(f"manyhands: {text}", file=sys.stderr, flush=True)
+        return {"worker": rank, "who": name, "there": there, "most": self._size}
 
     # -- how workers end ---------------------------------------------------------------------------
 
