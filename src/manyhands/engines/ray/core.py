@@ -34,6 +34,7 @@ _NOWHERE: dict[str, Any] = {
     "pid": 0,
 }  # of a worker that is not there
 _LOOK_SECONDS = 1.0  # between two looks whether there is room for one
+_SETTLE_SECONDS = 15.0  # for the nodes of a cluster to know each other
 _GRACE = 0.5  # seconds that the true cause gets to show itself, once a mere consequence has come
 _LAST_WORDS = "ended silently: SIGKILL (kill -9 or out of memory), a crash in native code, \
 or os._exit"
@@ -89,8 +90,6 @@ class _Actors:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from manyhands.engines.ray import parts as ray_parts
-
         self._ray, self._session, self._size, self._env = ray, session, workers, env
         token = env.get("MANYHANDS_BOARD", "")
         self._board = Board.open(token, workers) if token else None
@@ -98,18 +97,13 @@ class _Actors:
         self._on_node: Callable[[str], Any] = lambda node: NodeAffinitySchedulingStrategy(
             node, soft=True
         )
-        # At the driver's side: with any other host that dies the run can go on.
         self._recovery, self._cpus = recovery, cpus
         self._unlike = set[str]()  # nodes that run something else, and have no part in this
         room, begin = self._room(), workers
         if recovery.least:
             room = {node: self._free(node) for node in room}
             begin = _fitting(recovery.least, workers, cpus, room)
-        self._coordinator = (
-            ray.remote(num_cpus=0, max_concurrency=100 * (workers + 1))(ray_parts.Coordinator)
-            .options(scheduling_strategy=self._on_node(here))
-            .remote(workers, begin)
-        )
+        self._coordinator = self._new_coordinator(workers, begin, nodes=len(room))
         self._seat = ray.remote(num_cpus=cpus, max_restarts=0)(Seat)
         self._options = _runtime_env(session, env)
         nodes = spread(begin, cpus, room, here)
@@ -120,6 +114,29 @@ class _Actors:
         self._coming: dict[Any, tuple[int, str]] = {}  # whereabouts to be told -> (rank, node)
         self._run, self._payload = "", dict[str, Any]()
         self._restarts: dict[int, Restart] = {}
+
+    def _new_coordinator(self, workers: int, begin: int, nodes: int) -> Any:
+        """On the driver's node: with any other host that dies the run can go on.
+
+        WHY a second look: nodes of a cluster that has just come up do not know each other yet, and
+        one of them may keep what was meant for another.
+        """
+        from manyhands.engines.ray import parts as ray_parts
+
+        made = self._ray.remote(num_cpus=0, max_concurrency=100 * (workers + 1))(
+            ray_parts.Coordinator
+        ).options(scheduling_strategy=self._on_node(self._driver))
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while True:
+            coordinator = made.remote(workers, begin)
+            left = deadline - time.monotonic()
+            if nodes == 1 or left <= 0:
+                return coordinator
+            with contextlib.suppress(self._ray.exceptions.GetTimeoutError):
+                if self._ray.get(coordinator.node.remote(), timeout=left) == self._driver:
+                    return coordinator
+            self._ray.kill(coordinator)
+            time.sleep(0.2)
 
     def _room(self) -> dict[str, float]:
         """CPUs by node, of those that may have a part in this run."""

@@ -69,6 +69,9 @@ class Coordinator:
     async def ready(self) -> bool:
         return True
 
+    async def node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
     async def meet(self, what: str, rank: int, value: Any, timeout: float) -> Reply:
         """The values of all that begin together, by rank, once they have come; else the ranks that
         have not. Whoever comes later gives one, and sees theirs."""

@@ -54,9 +54,11 @@ class Session:
                  folder: str = "") -> None:  # fmt: skip
         address = address or os.environ.get("RAY_ADDRESS", "")  # Ray itself would go there, too
         address = "" if address == "local" else address
-        # Before the import: Ray reads some of them there.
-        for name, value in (_QUIET if address else _QUIET | _LOOPBACK).items():
-            os.environ.setdefault(name, value)
+        # Before the import: Ray reads some of them there. They are taken back in the end: what this
+        # process starts later, a cluster perhaps, would read them, too.
+        ours = _QUIET if address else _QUIET | _LOOPBACK
+        self._set = ours.keys() - os.environ.keys()
+        os.environ.update({name: ours[name] for name in self._set})
         try:
             import ray
         except ImportError as fault:
@@ -224,6 +226,8 @@ class Session:
             if self._access is not None:
                 _set_access(self._access)
         finally:
+            for name in self._set:
+                os.environ.pop(name, None)
             for number, previous in self._handlers.items():
                 signal.signal(number, previous)
 
