@@ -98,6 +98,7 @@ class _Actors:
         self._on_node: Callable[[str], Any] = lambda node: NodeAffinitySchedulingStrategy(
             node, soft=True
         )
+        self._unlike = set[str]()  # nodes that run something else, and have no part in this
         # At the driver's side: with any other host that dies the run can go on.
         self._recovery, self._cpus = recovery, cpus
         room, begin = self._room(), workers
@@ -115,7 +116,6 @@ class _Actors:
         self._seats = {rank: self._new_seat(rank, node, 0) for rank, node in enumerate(nodes)}
         self._where = [dict(_NOWHERE) for _ in range(workers)]
         self._absent = set(range(begin, workers))  # who is not there, and may come
-        self._unlike = set[str]()  # nodes that run something else, and have no part in this
         self._next_look = 0.0
         self._coming: dict[Any, tuple[int, str]] = {}  # whereabouts to be told -> (rank, node)
         self._run, self._payload = "", dict[str, Any]()
