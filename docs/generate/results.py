@@ -200,7 +200,7 @@ def pendulum(found: list[dict[str, Any]]) -> str:
             f"\n### {one['reward']} reward\n\nSeed {one['seed']}, {one['steps']:,} steps, "
             f"one worker, {one['machine']}, torch {one['versions']['torch']}. Upright through the "
             f"second half in {one['upright']} of {one['episodes']} fresh episodes.\n\n{shown}\n\n"
-            "<!-- not run: it trains -->\n```bash\n"
+            "<!-- not run: it trains for minutes -->\n```bash\n"
             f"python benchmarks/pendulum.py {one['reward']} --seed {one['seed']}\n```\n"
         )
     return "".join(parts)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from manyhands.config import build, from_plain, load_toml, save_toml, to_plain
 from manyhands.config.validate import faults
 from manyhands.engines import hosts
 from manyhands.engines.process import alive
-from manyhands.engines.ray.core import _fitting
+from manyhands.engines.ray.core import _Actors, _fitting
 from manyhands.engines.ray.seat import Seat
 from manyhands.errors import ConfigError
 
@@ -183,6 +184,38 @@ def test_a_node_with_another_version_has_no_part_in_it(tmp_path: Path) -> None:
         said = run.stopped()
     assert said.count("has no part in this run: start: workers do not all run the same") == 1
     assert f"{other} (" in said
+
+
+def test_a_node_that_runs_something_else_is_not_tried_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    here = hosts.what_runs(script=False)
+    found = {"host": "newcomer", "node": "n1", "pid": 7, "runs": here | {"torch": ["0.1"]}}
+    killed: list[Any] = []
+    events: list[tuple[str, Any]] = []
+    actors = _Actors.__new__(_Actors)
+    actors._size, actors._absent, actors._unlike = 3, {2}, set()
+    actors._where = [{"host": "first", "node": "n0", "pid": 1, "runs": here}, {}, {}]
+    actors._coming, actors._seats = {"where": (2, "n1")}, {2: "seat"}
+    actors._recovery = SimpleNamespace(event=lambda kind, **facts: events.append((kind, facts)))
+    actors._ray = SimpleNamespace(
+        get=lambda ref: json.dumps(found),
+        kill=killed.append,
+        exceptions=SimpleNamespace(RayError=OSError),
+        nodes=lambda: [
+            {"NodeID": node, "Alive": True, "Resources": {"CPU": 2}} for node in ("n0", "n1")
+        ],
+    )
+    running: dict[Any, int] = {}
+    assert set(actors._room()) == {"n0", "n1"}
+    actors._joined("where", running)
+    assert (killed, running, actors._absent) == (["seat"], {}, {2})
+    assert set(actors._room()) == {"n0"}
+    ((kind, facts),) = events
+    assert (kind, facts["host"]) == ("node_refused", "newcomer")
+    assert "torch:" in facts["why"]
+    assert "worker 2 of 3 on newcomer: 0.1" in facts["why"]
+    assert "newcomer has no part in this run" in capsys.readouterr().err
 
 
 def test_whoever_is_started_again_runs_what_the_others_run() -> None:
