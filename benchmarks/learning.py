@@ -6,7 +6,7 @@
 Trains by `manyhands sweep`, which goes on where it was stopped (`--dir`), and writes
 benchmarks/results/learning/ALGORITHM-ENV.json. `--of DIR ...` reads runs that are there instead.
 Give seeds that have chosen no setting; those that have, if you must, with `--check`: the page says
-so beside them.
+so beside them. Where other work shared the machine, `--busy`: then minutes say little.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def main() -> None:
     parser.add_argument("--dir", default="")
     parser.add_argument("--of", nargs="+", type=Path, default=[])
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--busy", action="store_true")
     given, words = parser.parse_known_args()
     folders = given.of or trained(words, given.seeds, given.dir)
-    print(written([one(folder) for folder in folders], check=given.check))
+    print(written([one(folder) for folder in folders], check=given.check, busy=given.busy))
 
 
 def trained(words: list[str], seeds: str, folder: str) -> list[Path]:
@@ -69,7 +70,7 @@ def one(folder: Path) -> dict[str, Any]:
     }
 
 
-def written(runs: list[dict[str, Any]], *, check: bool) -> Path:
+def written(runs: list[dict[str, Any]], *, check: bool, busy: bool) -> Path:
     """The file of runs that differ in nothing but their seeds."""
     if not runs:
         raise SystemExit("no run has finished")
@@ -88,6 +89,7 @@ def written(runs: list[dict[str, Any]], *, check: bool) -> Path:
         **facts,
         "steps_per_second": round(facts["steps"] / minutes / 60),
         "check": check,
+        "busy": busy,
         "options": {**changed(options[0])},
         "runs": sorted(runs, key=lambda run: run["seed"]),
     }

@@ -66,8 +66,8 @@ def scores(tasks: list[dict[str, Any]], published: dict[str, Any]) -> str:
         minutes = [run["minutes"] for run in task["runs"]]
         lines.append(
             f"| {task['algorithm']} on {task['env']} | {known} | **{spread(task)}** | "
-            f"{seeds(task)} | {min(minutes):.1f} to {max(minutes):.1f} | "
-            f"{figures.get('minutes', '–')} | {task['steps_per_second']:,} |"
+            f"{seeds(task)} | {min(minutes):.1f} to {max(minutes):.1f}{beside(task)} | "
+            f"{figures.get('minutes', '–')} | {task['steps_per_second']:,}{beside(task)} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -81,6 +81,10 @@ def spread(task: dict[str, Any]) -> str:
 def seeds(task: dict[str, Any]) -> str:
     numbers = ", ".join(str(run["seed"]) for run in task["runs"])
     return f"{numbers}{' (they checked the setting)' if task['check'] else ''}"
+
+
+def beside(task: dict[str, Any]) -> str:
+    return " (beside other work)" if task.get("busy") else ""
 
 
 def curves(tasks: list[dict[str, Any]]) -> str:
