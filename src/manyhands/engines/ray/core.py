@@ -132,7 +132,8 @@ class _Actors:
             left = deadline - time.monotonic()
             if nodes == 1 or left <= 0:
                 return coordinator
-            with contextlib.suppress(self._ray.exceptions.GetTimeoutError):
+            # An error: it is too late, or its node has gone meanwhile.
+            with contextlib.suppress(self._ray.exceptions.RayError):
                 if self._ray.get(coordinator.node.remote(), timeout=left) == self._driver:
                     return coordinator
             self._ray.kill(coordinator)

@@ -214,7 +214,8 @@ class Session:
         try:
             if self._door is not None:
                 # WHY shutdown: close() alone leaves the thread in accept(), and all that it holds.
-                self._door.shutdown(socket.SHUT_RDWR)
+                with contextlib.suppress(OSError):  # where it listens to nobody, or off Linux
+                    self._door.shutdown(socket.SHUT_RDWR)
                 self._door.close()
             if self._ours:
                 self._ray.shutdown()
